@@ -2,7 +2,7 @@
 
     python bench/gpu_sweep.py --out sweep.csv [--formats kitty2,innerq2]
 
-What it finds stands in vllm_kvq/kernels/gpu/triton_layout.py (`attend_launch`) and triton.py.
+What it finds stands in vllm_kvq/kernels/gpu/triton: `attend_launch` of layout.py, and kernels.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from unittest import mock
 import torch
 
 from vllm_kvq.bench.gpu.decode import Shape, measure, packed_calls
-from vllm_kvq.kernels.gpu import launch, loading, triton, triton_layout
+from vllm_kvq.kernels.gpu import launch, loading
+from vllm_kvq.kernels.gpu.triton import kernels, layout
 
 SHAPES = (Shape(8, 65536), Shape(64, 4096))
 TURNS, REGISTERS, PROGRAMS = (1, 2), (255, 168, 128, 96), (8, 16)
@@ -44,12 +45,12 @@ class Limited(launch.Launch):
 @contextmanager
 def launched(turn: int, registers: int, programs: int = 8) -> Iterator[None]:
     def attend_launch(fmt: object, rows: int, chip: int) -> Limited:
-        usual = triton_layout.attend_launch(fmt, rows, chip)  # type: ignore[arg-type]
+        usual = layout.attend_launch(fmt, rows, chip)  # type: ignore[arg-type]
         return Limited(usual.warps, turn, usual.extra, registers=registers)
 
     with (
-        mock.patch.object(triton, "attend_launch", attend_launch),
-        mock.patch.object(triton, "PROGRAMS_PER_PROCESSOR", programs),
+        mock.patch.object(kernels, "attend_launch", attend_launch),
+        mock.patch.object(kernels, "PROGRAMS_PER_PROCESSOR", programs),
     ):
         yield
 

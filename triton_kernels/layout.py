@@ -1,6 +1,6 @@
 """What the kernels know of a format when they are compiled: a record, its keys and values, and their companion's slots.
 
-A kernel takes each of these as one constant: R, K, V and C. Plain Python, without Triton; kernels/gpu/triton_layout.py
+A kernel takes each of these as one constant: R, K, V and C. Plain Python, without Triton; kernels/gpu/triton/layout.py
 fills them in for each codec. Offsets are counted from the first byte of what they lie in, in 32-bit words or in halves,
 which are float16 numbers. What a kind of keys or values does not have is 0.
 """

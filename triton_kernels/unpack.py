@@ -37,7 +37,7 @@ def unpack_kernel(
     """The pages of ids_ptr -> (their tokens, heads, HEAD), dense. Grid: (their slabs, heads).
 
     Slabs with a token in [low, high), counted from the first page on, must be packed: faults_ptr counts the others.
-    What was never packed becomes 0. back_ptr and turn_ptr: transformed keys' tables (kernels/gpu/transformed.py).
+    What was never packed becomes 0. back_ptr and turn_ptr: the tables of kernels/gpu/triton/transformed.py.
     """
     at, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     slab = at % R.slabs

@@ -14,15 +14,15 @@ constexpr int SLAB = 32;        // tokens that are packed together
 constexpr int BLOCK_SLABS = 4;  // slabs between two updates of the running softmax
 constexpr int BLOCK = BLOCK_SLABS * SLAB;
 
-// NUMBER(name, value): what Python also says, in formats/page.py, formats/parts/quant.py and kernels/slots.py. The
-// library exports them, and kernels/cpu/layout.py compares.
-#define KVQ_NUMBERS(NUMBER)                                                  \
-  NUMBER(PAGE_MAGIC, 0x3151564B)                                             \
-  NUMBER(POSITION_AT, 4)         /* of a page's first token */               \
-  NUMBER(FLAGS_AT, 16)           /* a page's flags, one per slab */          \
-  NUMBER(SIDE_MAGIC, 0x4B565153)                                             \
-  NUMBER(LIMIT, 32768)           /* of what is packed, in magnitude */       \
-  NUMBER(FINE, 64)               /* slabs of the tables of pack/turning.h */ \
+// NUMBER(name, value): what Python also says, in formats/page.py, formats/parts/{quant,turning}.py and kernels/slots.py.
+// The library exports them, and kernels/cpu/layout.py compares.
+#define KVQ_NUMBERS(NUMBER)                                             \
+  NUMBER(PAGE_MAGIC, 0x3151564B)                                        \
+  NUMBER(POSITION_AT, 4)         /* of a page's first token */          \
+  NUMBER(FLAGS_AT, 16)           /* a page's flags, one per slab */     \
+  NUMBER(SIDE_MAGIC, 0x4B565153)                                        \
+  NUMBER(LIMIT, 32768)           /* of what is packed, in magnitude */  \
+  NUMBER(FINE, 64)               /* slabs of the tables of turning.h */ \
   NUMBER(COARSE, 512)
 
 #define KVQ_NUMBER(name, value) constexpr int32_t name = value;
@@ -86,7 +86,7 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
   FIELD(int64_t, value_bits)                                                                                \
   FIELD(int64_t, value_fitted) /* as key_fitted */                                                          \
   FIELD(int64_t, value_mode)   /* as key_mode */                                                            \
-  FIELD(int64_t, value_rotated) /* by a Hadamard matrix, see pack/affine.h */                               \
+  FIELD(int64_t, value_rotated) /* by a Hadamard matrix, see pack/kinds/affine.h */                         \
   FIELD(int64_t, group)        /* channels that share the parameters of a token */                          \
   FIELD(double, value_step)    /* searched: between two levels, where the scale is 1 */                     \
                                                                                                             \

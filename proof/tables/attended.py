@@ -14,7 +14,7 @@ def bound(name: str) -> PageFormat:
 
 def by_triton() -> list[str]:
     """The formats that Triton's kernels pack and attend."""
-    from vllm_kvq.kernels.gpu.triton import TRITON
+    from vllm_kvq.kernels.gpu.triton.kernels import TRITON
 
     return [name for name in suite("public") if TRITON.why_not(bound(name)) is None]
 
@@ -34,7 +34,7 @@ def by_pytorch() -> list[str]:
 
 def shared() -> dict[str, list[str]]:
     """Each attention kernel's first format -> all formats that it attends: SQuat is attended as Kitty or KIVI."""
-    from vllm_kvq.kernels.gpu.triton_layout import constants
+    from vllm_kvq.kernels.gpu.triton.layout import constants
 
     first: dict[object, str] = {}
     found: dict[str, list[str]] = {}
@@ -50,7 +50,7 @@ def shared() -> dict[str, list[str]]:
 
 def one_per_state() -> list[str]:
     """The first Triton format of each kind of state that a prompt leaves."""
-    from vllm_kvq.kernels.gpu.triton_layout import state_constants
+    from vllm_kvq.kernels.gpu.triton.layout import state_constants
 
     first: dict[object, str] = {}
     for name in by_triton():

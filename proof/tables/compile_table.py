@@ -114,8 +114,8 @@ ALIGNED += ("side_words", "side_elements", "sink_elements")
 def attend_variants(target: int) -> Iterator[Variant]:
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels.gpu.launch import MIN_ROWS
-    from vllm_kvq.kernels.gpu.triton_layout import attend_launch, most_rows
-    from vllm_kvq.kernels.gpu.triton_layout import constants as layout
+    from vllm_kvq.kernels.gpu.triton.layout import attend_launch, most_rows
+    from vllm_kvq.kernels.gpu.triton.layout import constants as layout
     from vllm_kvq.triton_kernels.attend import attend_kernel
 
     triton = attended.by_triton()
@@ -140,7 +140,7 @@ def attend_variants(target: int) -> Iterator[Variant]:
 def unpack_variants() -> Iterator[Variant]:
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels.gpu.launch import unpack_launch
-    from vllm_kvq.kernels.gpu.triton_layout import constants
+    from vllm_kvq.kernels.gpu.triton.layout import constants
     from vllm_kvq.triton_kernels.unpack import unpack_kernel
 
     triton = attended.by_triton()
@@ -166,7 +166,7 @@ def step_variants(target: int) -> Iterator[Variant]:
     from vllm_kvq.formats import Geometry, get_format
     from vllm_kvq.kernels.gpu.launch import SLOT_LAUNCH, full_precision_launch
     from vllm_kvq.kernels.gpu.step import GPUStep
-    from vllm_kvq.kernels.gpu.triton_layout import pack_constants, pack_launch
+    from vllm_kvq.kernels.gpu.triton.layout import pack_constants, pack_launch
     from vllm_kvq.kernels.slots import SlotGeometry
     from vllm_kvq.triton_kernels.full_precision import full_precision_kernel
     from vllm_kvq.triton_kernels.packing.kernel import pack_kernel

@@ -11,7 +11,7 @@ from proof.kernels.exact import exact_attention, relative_error
 from vllm_kvq.bench.gpu.decode import formats
 from vllm_kvq.bench.pools import calibrated, random_pages
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.kernels.gpu.triton import TRITON
+from vllm_kvq.kernels.gpu.triton.kernels import TRITON
 
 try:
     import pytest

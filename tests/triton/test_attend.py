@@ -18,7 +18,7 @@ from vllm_kvq.bench.pools import calibrated, random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.page import FLAGS_AT, POSITION_AT
 from vllm_kvq.kernels.gpu.paged import merge_parts
-from vllm_kvq.kernels.gpu.triton import TRITON as kernels
+from vllm_kvq.kernels.gpu.triton.kernels import TRITON as kernels
 from vllm_kvq.kernels.torch import attend
 from vllm_kvq.kernels.torch.lists import PageList
 

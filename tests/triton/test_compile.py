@@ -12,7 +12,7 @@ import pytest
 from proof.tables import attended
 from proof.tables.compile_table import limit
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.kernels.gpu.triton_layout import constants
+from vllm_kvq.kernels.gpu.triton.layout import constants
 
 ROOT = Path(__file__).resolve().parents[2]
 

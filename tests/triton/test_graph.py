@@ -18,7 +18,7 @@ from vllm_kvq.bench.pools import calibrated
 from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.kernels.gpu import cuda
 from vllm_kvq.kernels.gpu.step import GPUStep
-from vllm_kvq.kernels.gpu.transformed import tables
+from vllm_kvq.kernels.gpu.triton.transformed import tables
 from vllm_kvq.kernels.paths import Wish, kernels_for
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Caches, Step, StepBatch

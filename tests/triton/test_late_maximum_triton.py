@@ -12,7 +12,7 @@ from vllm_kvq.bench.pools import calibrated, pages_of
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.kernels.gpu.paged import merge_parts
 from vllm_kvq.kernels.gpu.step import GPUStep
-from vllm_kvq.kernels.gpu.triton import TRITON
+from vllm_kvq.kernels.gpu.triton.kernels import TRITON
 
 D, N, PAGES = 64, 64, 3
 PEAKS = (3, 100, N * PAGES - 1)

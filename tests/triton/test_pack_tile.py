@@ -16,7 +16,7 @@ from proof.kernels.exact import relative_error
 from proof.kernels.packing import pack_like_a_step
 from vllm_kvq.bench.pools import calibrated, outlier_data
 from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.kernels.gpu.triton import TRITON
+from vllm_kvq.kernels.gpu.triton.kernels import TRITON
 
 wide = functools.partial(pytest.param, marks=pytest.mark.wide)
 HEADS, TOKENS = 2, 75

@@ -11,8 +11,8 @@ import torch
 from proof.kernels.exact import relative_error
 from vllm_kvq.bench.pools import calibrated, random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.kernels.gpu.triton import TRITON
-from vllm_kvq.kernels.gpu.triton_layout import KEYS, VALUES
+from vllm_kvq.kernels.gpu.triton.codecs import KEYS, VALUES
+from vllm_kvq.kernels.gpu.triton.kernels import TRITON
 
 wide = functools.partial(pytest.param, marks=pytest.mark.wide)
 HEADS, N = 2, 64

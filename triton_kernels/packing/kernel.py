@@ -57,7 +57,7 @@ def pack_kernel(
 ):
     """See the module. Grid: (requests * units, KV heads); `units` is the maximum that the longest chunk can complete.
 
-    forward_ptr, places_ptr and turn_ptr: transformed keys' tables (kernels/gpu/transformed.py).
+    forward_ptr, places_ptr and turn_ptr: transformed keys' tables (kernels/gpu/triton/transformed.py).
     """
     request, head = tl.program_id(0) // units, tl.program_id(1)
     count = tl.load(plan_ptr + COUNT * requests + request)

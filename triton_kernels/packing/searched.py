@@ -57,8 +57,8 @@ def _searched(y, step, most, weight):
 
 @triton.jit
 def transformed_keys(tokens, slab, number, table, slots, turn, R: tl.constexpr, K: tl.constexpr):
-    """`table` and `slots`: the head's, `turn`: the layer's, see kernels/gpu/transformed.py; `number`: the slab's among
-    the request's. Returns how many values were replaced."""
+    """`table` and `slots`: the head's, `turn`: the layer's, see kernels/gpu/triton/transformed.py; `number`: the slab's
+    among the request's. Returns how many values were replaced."""
     planes: tl.constexpr = 8 // K.bits
     base, base16 = slab
     width: tl.constexpr = K.slots * K.bits // 8

@@ -1,15 +1,15 @@
 // Packing as one instruction set does it: which codec packs which half of a unit (see dispatch/pack_kernels.h).
 #pragma once
 
-#include "affine.h"
-#include "boosted.h"
-#include "hybrid.h"
-#include "polar.h"
-#include "raw.h"
-#include "search.h"
-#include "sketch.h"
-#include "sums.h"
-#include "transformed.h"
+#include "kinds/affine.h"
+#include "kinds/boosted.h"
+#include "kinds/hybrid.h"
+#include "kinds/polar.h"
+#include "kinds/raw.h"
+#include "kinds/search.h"
+#include "kinds/sketch.h"
+#include "kinds/sums.h"
+#include "kinds/transformed.h"
 
 namespace {
 namespace float32 {

@@ -5,7 +5,7 @@
 #include "../half.h"
 #include "../dispatch/attend_kernels.h"
 #include "../isa/vectors.h"
-#include "turning.h"
+#include "kinds/turning.h"
 
 namespace {
 namespace float32 {

@@ -16,6 +16,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("attend/integer",),
     ("attend/float32",),
     ("pack",),
+    ("pack/kinds",),
     ("dispatch",),
     ("isa",),
     ("",),

@@ -1,4 +1,4 @@
-"""How a Triton kernel is launched: warps, registers, rows of a program. What depends on a codec is in triton_layout.py.
+"""How a Triton kernel is launched: warps, registers, rows of a program. What depends on a codec is in triton/codecs.py.
 
 Found with `python -m proof compile`, whose --check fails on a spill; measurements on a GPU may suggest other values.
 """
@@ -15,7 +15,13 @@ would unpack everything."""
 
 
 def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n."""
     return 1 << (n - 1).bit_length()
+
+
+def largest_power(n: int) -> int:
+    """The largest power of two that divides n."""
+    return n & -n
 
 
 @dataclass(frozen=True)

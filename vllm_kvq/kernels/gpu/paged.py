@@ -1,4 +1,4 @@
-"""The operations on packed pages that every kind of GPU kernel provides (triton.py, cuda.py).
+"""The operations on packed pages that every kind of GPU kernel provides (triton/kernels.py, cuda.py).
 
     pack             the units that a step completes: ring and new tokens -> pages
     launch_attend    into the caller's tensors, sizes from shapes, lengths from the device: suitable for a CUDA graph

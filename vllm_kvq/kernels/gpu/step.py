@@ -27,8 +27,8 @@ from vllm_kvq.kernels.gpu.history import attend as attend_history
 from vllm_kvq.kernels.gpu.launch import SLOT_LAUNCH, full_precision_launch, full_precision_rows, power_of_two
 from vllm_kvq.kernels.gpu.loading import interpreted, load
 from vllm_kvq.kernels.gpu.paged import PackSource, PagedKernels, PageTable, Ragged, merge_parts
-from vllm_kvq.kernels.gpu.triton import TRITON
-from vllm_kvq.kernels.gpu.triton_layout import companion, record, state_constants
+from vllm_kvq.kernels.gpu.triton.kernels import TRITON
+from vllm_kvq.kernels.gpu.triton.layout import companion, record, state_constants
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.step import Caches, Prompts, StepBatch, Whole
 

@@ -1,13 +1,13 @@
 //     q . k_t = scale_t ( sum_i f_i code_it + f_last ) + sum_c f_n+c e_c            f = F q, once per step
 //
 // Transformed keys (formats/methods/klt.py): one scale per token, so a query's features are the same for all slabs and are
-// rounded to fixed point once per task. The mean of keys is a slab's own, by its e (pack/turning.h). A digit's features are
+// rounded to fixed point once per task. The mean of keys is a slab's own, by its e (pack/kinds/turning.h). A digit's features are
 // four times as large as those of the digit below, so each digit has a unit of its own: slots come in words with the
 // highest digits first, and a run of words has one unit. n slots in four planes; PLANE is the room for one, so that all
 // offsets are constants.
 #pragma once
 
-#include "../../pack/turning.h"
+#include "../../pack/kinds/turning.h"
 #include "dot_keys.h"
 
 namespace {

@@ -54,7 +54,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "C++: means turn within the first slabs only",
-        "csrc/cpu/pack/turning.h",
+        "csrc/cpu/pack/kinds/turning.h",
         "n / kvq::FINE % kvq::COARSE",
         "0 * n",
         f"{KERNELS}/cpu/test_cpu_attend.py -k klt",
@@ -62,7 +62,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "C++: a page's slabs have the mean of its first",
-        "csrc/cpu/pack/turning.h",
+        "csrc/cpu/pack/kinds/turning.h",
         "uint32_t(nth) * kvq::SLAB",
         "0 * uint32_t(nth)",
         f"{KERNELS}/cpu/test_cpu_attend.py -k klt",
@@ -78,7 +78,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "C++ takes the better mode of InnerQ's groups, whatever is asked for",
-        "csrc/cpu/pack/hybrid.h",
+        "csrc/cpu/pack/kinds/hybrid.h",
         "? Ints",
         "> 9 ? Ints",
         f"{KERNELS}/cpu/test_cpu_pack.py -k innerq",
@@ -86,7 +86,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "C++ stores corrected keys of any size",
-        "csrc/cpu/pack/affine.h",
+        "csrc/cpu/pack/kinds/affine.h",
         "max(min(moved, splat(LIMIT)), splat(-LIMIT))",
         "moved",
         SQUAT,

@@ -272,14 +272,14 @@ TORCH = (
 LAYOUTS = (
     Fault(
         "Triton layout: InnerQ's keys always take the better mode",
-        "vllm_kvq/kernels/gpu/triton_layout.py::_hybrid_pack",
+        "vllm_kvq/kernels/gpu/triton/codecs.py::_hybrid_pack",
         "k.mode",
         "0",
         "tests/instruments/test_option_properties.py -k gpus",
     ),
     Fault(
         "Triton layout: InnerQ's keys always have a norm",
-        "vllm_kvq/kernels/gpu/triton_layout.py::_hybrid_pack",
+        "vllm_kvq/kernels/gpu/triton/codecs.py::_hybrid_pack",
         "bool(k.state_rows)",
         "True",
         "tests/instruments/test_option_properties.py -k gpus",
@@ -321,21 +321,21 @@ LAYOUTS = (
     ),
     Fault(
         "Triton layout: scales and zeros are swapped",
-        "vllm_kvq/kernels/gpu/triton_layout.py::_per_channel",
-        '(fmt, "k_scale"), "zero": _halves(fmt, "k_zero")',
-        '(fmt, "k_zero"), "zero": _halves(fmt, "k_scale")',
+        "vllm_kvq/kernels/gpu/triton/codecs.py::_per_channel",
+        '(fmt, "k_scale"), "zero": halves(fmt, "k_zero")',
+        '(fmt, "k_zero"), "zero": halves(fmt, "k_scale")',
         f"{LATE_TRITON} -k 'packed and squat2'",
     ),
     Fault(
         "Triton layout: InnerQ's values are read as per-token ones",
-        "vllm_kvq/kernels/gpu/triton_layout.py",
+        "vllm_kvq/kernels/gpu/triton/codecs.py",
         "HYBRID_VALUES, _hybrid_values",
         "TOKEN, _hybrid_values",
         f"{LATE_TRITON} -k 'packed and innerq2'",
     ),
     Fault(
         "Triton layout: page fields are counted from the record's first byte",
-        "vllm_kvq/kernels/gpu/triton_layout.py::_page_halves",
+        "vllm_kvq/kernels/gpu/triton/codecs.py::_page_halves",
         "(fmt.slabs_at - fmt.page_region.nbytes + fmt.page_region.offset(name)) // 2",
         "fmt.page_region.offset(name) // 2",
         f"{LATE_TRITON} -k 'packed and polar4'",

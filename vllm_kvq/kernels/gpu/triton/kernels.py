@@ -1,6 +1,6 @@
-"""Triton kernels (vllm_kvq.triton_kernels) for all key codecs but QJL's: `TRITON`, of paged.py.
+"""Triton kernels (vllm_kvq.triton_kernels) for all key codecs but QJL's: `TRITON`, of gpu/paged.py.
 
-On CPU tensors they run under Triton's interpreter. Their knowledge of each codec is in triton_layout.py.
+On CPU tensors they run under Triton's interpreter. What they know about each codec is in codecs.py.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from vllm_kvq.kernels.blame import blamed
 from vllm_kvq.kernels.gpu import loading
 from vllm_kvq.kernels.gpu.launch import unpack_launch
 from vllm_kvq.kernels.gpu.paged import PackSource, PagedKernels, PageTable, Ragged
-from vllm_kvq.kernels.gpu.transformed import features, tables
-from vllm_kvq.kernels.gpu.triton_layout import (
+from vllm_kvq.kernels.gpu.triton.layout import (
     attend_launch,
     constants,
     pack_constants,
     pack_launch,
     rows_for,
 )
+from vllm_kvq.kernels.gpu.triton.transformed import features, tables
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.kernels.torch.attend import Partial
 

@@ -4,11 +4,11 @@
 // formats/parts/quant.py that all packers share. `top` is 2^bits - 1 of each lane's group.
 #pragma once
 
-#include "../hadamard.h"
-#include "../half.h"
-#include "../scratch.h"
-#include "../dispatch/pack_kernels.h"
-#include "../isa/matrix.h"
+#include "../../hadamard.h"
+#include "../../half.h"
+#include "../../scratch.h"
+#include "../../dispatch/pack_kernels.h"
+#include "../../isa/matrix.h"
 
 namespace {
 namespace float32 {

@@ -4,7 +4,7 @@
 // corrected (formats/methods/squat.py); which channels are boosted is decided before that.
 #pragma once
 
-#include "../boosted.h"
+#include "../../boosted.h"
 #include "affine.h"
 
 namespace {

@@ -3,16 +3,15 @@
 One table for keys, one for values and one for the states that prompts leave, by the exact class of the codec: a
 subclass may store something else. A format whose codecs are in the first two is packed and attended by Triton.
 
-What the kernels take is declared in triton_kernels/layout.py.
+What the kernels take is declared in triton_kernels/layout.py; layout.py fills that in from these tables.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -29,20 +28,8 @@ from vllm_kvq.formats.methods.values import Rotated, TokenValues
 from vllm_kvq.formats.parts.rotation import block
 from vllm_kvq.formats.parts.search import widths
 from vllm_kvq.formats.variant import Fitted, variant
-from vllm_kvq.kernels.gpu.launch import MAX_ROWS, MIN_ROWS, Launch, power_of_two
-from vllm_kvq.kernels.slots import SlotGeometry
-from vllm_kvq.triton_kernels.layout import (
-    CHANNEL,
-    HYBRID,
-    HYBRID_VALUES,
-    POLAR,
-    TOKEN,
-    TRANSFORMED,
-    Companion,
-    Keys,
-    Record,
-    Values,
-)
+from vllm_kvq.kernels.gpu.launch import MAX_ROWS, MIN_ROWS, Launch, largest_power, power_of_two
+from vllm_kvq.triton_kernels.layout import CHANNEL, HYBRID, HYBRID_VALUES, POLAR, TOKEN, TRANSFORMED
 from vllm_kvq.triton_kernels.version import old_triton
 
 Constants = dict[str, Any]
@@ -55,11 +42,13 @@ TILE_WARPS = 8
 
 
 # -- where fields lie --------------------------------------------------------------------------------------------------
-def _words(fmt: PageFormat, name: str) -> int:
+def words(fmt: PageFormat, name: str) -> int:
+    """Where a slab's field begins, in words."""
     return fmt.slab_region.offset(name) // 4
 
 
-def _halves(fmt: PageFormat, name: str) -> int:
+def halves(fmt: PageFormat, name: str) -> int:
+    """Where a slab's field begins, in halves."""
     return fmt.slab_region.offset(name) // 2
 
 
@@ -69,8 +58,8 @@ def _page_halves(fmt: PageFormat, name: str) -> int:
 
 def _per_channel(fmt: PageFormat, d: int, bits: int) -> Constants:
     chunk = next(c for c in STEPS if d * bits // 8 % c == 0)  # in one plane
-    codes = {"bits": bits, "chunk": chunk, "operands": d // chunk, "codes": _words(fmt, "k_codes")}
-    return codes | {"scale": _halves(fmt, "k_scale"), "zero": _halves(fmt, "k_zero")}
+    codes = {"bits": bits, "chunk": chunk, "operands": d // chunk, "codes": words(fmt, "k_codes")}
+    return codes | {"scale": halves(fmt, "k_scale"), "zero": halves(fmt, "k_zero")}
 
 
 def _channel_attend(fmt: PageFormat, k: ChannelKeys) -> Constants:
@@ -78,13 +67,13 @@ def _channel_attend(fmt: PageFormat, k: ChannelKeys) -> Constants:
 
 
 def _boosted_attend(fmt: PageFormat, k: BoostedKeys) -> Constants:
-    return _per_channel(fmt, k.d, LOW) | {"boosted": k.boosted, "high": _words(fmt, "k_high")}
+    return _per_channel(fmt, k.d, LOW) | {"boosted": k.boosted, "high": words(fmt, "k_high")}
 
 
 def _hybrid_attend(fmt: PageFormat, k: HybridKeys) -> Constants:
     chunk = math.gcd(k.d * k.bits // 8, 16)  # in one plane and in one group
-    codes = {"bits": k.bits, "chunk": chunk, "operands": k.d // chunk, "codes": _words(fmt, "k_codes")}
-    slot = {"scale": _halves(fmt, "k_scale"), "slot": _words(fmt, "k_slot")}
+    codes = {"bits": k.bits, "chunk": chunk, "operands": k.d // chunk, "codes": words(fmt, "k_codes")}
+    slot = {"scale": halves(fmt, "k_scale"), "slot": words(fmt, "k_slot")}
     return codes | slot | {"norm": _page_halves(fmt, "k_inner_norm")}
 
 
@@ -94,9 +83,9 @@ def _polar_attend(fmt: PageFormat, k: PolarKeys) -> Constants:
     chunk = next(c for c in STEPS if all(p % c == 0 or c % p == 0 for p in planes))
     codes = {"bits": k.m, "radius_bits": k.n, "chunk": chunk, "operands": 2 * k.pairs // chunk}
     if k.nibbles:
-        codes |= {"codes": _words(fmt, "k_polar")}
+        codes |= {"codes": words(fmt, "k_polar")}
     else:
-        codes |= {"codes": _words(fmt, "k_angle"), "radius": _words(fmt, "k_radius")}
+        codes |= {"codes": words(fmt, "k_angle"), "radius": words(fmt, "k_radius")}
     pairing = {"rotary": fmt.geometry.rotary, "interleaved": fmt.geometry.pairing == "interleaved"}
     return codes | pairing | {f.name[2:]: _page_halves(fmt, f.name) for f in k.page_fields}
 
@@ -108,13 +97,13 @@ def _paper_attend(fmt: PageFormat, k: PaperPolarKeys) -> Constants:
 def _transformed_attend(fmt: PageFormat, k: TransformedKeys) -> Constants:
     plane = k.slots * DIGIT // 8
     chunk = next(c for c in STEPS if plane % c == 0)
-    codes = {"bits": DIGIT, "chunk": chunk, "operands": k.slots // chunk, "codes": _words(fmt, "k_codes")}
-    return codes | {"slots": k.slots, "scale": _halves(fmt, "k_scale")}
+    codes = {"bits": DIGIT, "chunk": chunk, "operands": k.slots // chunk, "codes": words(fmt, "k_codes")}
+    return codes | {"slots": k.slots, "scale": halves(fmt, "k_scale")}
 
 
 # -- what packing takes in addition ------------------------------------------------------------------------------------
 def _channel_pack(k: ChannelKeys) -> Constants:
-    return {"block": _largest_power(math.gcd(k.d * k.bits // 8, k.d))}
+    return {"block": largest_power(math.gcd(k.d * k.bits // 8, k.d))}
 
 
 def _tile_pack(k: KeyCodec) -> Constants:
@@ -127,7 +116,7 @@ def _correction(k: Corrected) -> Constants:
 
 
 def _squat_pack(k: SQuatKeys) -> Constants:
-    return {"block": _largest_power(math.gcd(k.d * k.bits // 8, k.block))} | _correction(k)
+    return {"block": largest_power(math.gcd(k.d * k.bits // 8, k.block))} | _correction(k)
 
 
 def _boosted_squat_pack(k: BoostedSQuatKeys) -> Constants:
@@ -136,16 +125,11 @@ def _boosted_squat_pack(k: BoostedSQuatKeys) -> Constants:
 
 def _hybrid_pack(k: HybridKeys) -> Constants:
     rule = {"mode": k.mode, "normed": bool(k.state_rows)}
-    return {"block": _largest_power(math.gcd(k.d * k.bits // 8, GROUP))} | rule
+    return {"block": largest_power(math.gcd(k.d * k.bits // 8, GROUP))} | rule
 
 
 def _polar_pack(k: PolarKeys) -> Constants:
-    return {"block": _largest_power(math.gcd(k.pairs if k.nibbles else k.pairs * min(k.m, k.n) // 8, 16))}
-
-
-def _largest_power(n: int) -> int:
-    """The largest power of two that divides n."""
-    return n & -n
+    return {"block": largest_power(math.gcd(k.pairs if k.nibbles else k.pairs * min(k.m, k.n) // 8, 16))}
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
@@ -253,7 +237,7 @@ KEYS: dict[type, KeyEntry] = {
 
 
 def _token_values(fmt: PageFormat, v: TokenValues) -> Constants:
-    return {"group": v.group, "zero": _halves(fmt, "v_zero")}
+    return {"group": v.group, "zero": halves(fmt, "v_zero")}
 
 
 def _rotated_values(fmt: PageFormat, v: Rotated) -> Constants:
@@ -263,13 +247,13 @@ def _rotated_values(fmt: PageFormat, v: Rotated) -> Constants:
 def _searched_values(fmt: PageFormat, v: SearchedValues) -> Constants:
     step, most = (float(x) for x in widths(torch.tensor(v.bits)))
     # the one scale also stands for the zero
-    whole = {"group": v.d, "zero": _halves(fmt, "v_scale"), "middle": -most / 2, "step": step}
-    high = {"high": _words(fmt, "v_high")} if v.bits > v.low else {}
+    whole = {"group": v.d, "zero": halves(fmt, "v_scale"), "middle": -most / 2, "step": step}
+    high = {"high": words(fmt, "v_high")} if v.bits > v.low else {}
     return whole | high | {"bits": v.low, "rotated": block(v.d)}
 
 
 def _hybrid_values(fmt: PageFormat, v: HybridValues) -> Constants:
-    return {"group": GROUP, "slot": _words(fmt, "v_slot")}
+    return {"group": GROUP, "slot": words(fmt, "v_slot")}
 
 
 VALUES: dict[type, tuple[int, Callable[[PageFormat, Any], Constants]]] = {
@@ -301,101 +285,3 @@ STATES: dict[type, State] = {
         for found in (codec, variant(codec, Fitted))
     },
 }
-
-
-# -- what the launches read --------------------------------------------------------------------------------------------
-@functools.lru_cache(maxsize=64)
-def record(fmt: PageFormat) -> Record:
-    return Record(
-        head=fmt.geometry.head_size,
-        d=fmt.geometry.d,
-        columns=power_of_two(fmt.geometry.d),
-        slabs=fmt.slabs,
-        slabs_at=fmt.slabs_at // 4,
-        slab_words=fmt.slab_region.nbytes // 4,
-        unit=fmt.unit,
-        tokens=power_of_two(fmt.unit),
-    )
-
-
-def companion(slots: SlotGeometry) -> Companion:
-    return Companion(
-        heads=slots.heads,
-        per_block=slots.slots_per_block,
-        slot=slots.slot_bytes // slots.itemsize,
-        words=slots.slot_bytes // 4,
-        ring=slots.ring,
-        ring_at=slots.ring_at,
-        sidecar_blocks=slots.sidecar_blocks,
-    )
-
-
-def _keys(fmt: PageFormat) -> Keys:
-    entry = KEYS[type(fmt.keys)]
-    return Keys(entry.kind, **entry.attend(fmt, fmt.keys))
-
-
-def _values(fmt: PageFormat) -> Values:
-    (kind, of_values), v = VALUES[type(fmt.values)], cast(Any, fmt.values)
-    found: Constants = {"bits": v.bits, "high": 0} | of_values(fmt, v)
-    planes = v.d * found["bits"] // 8, v.d // 8 if found["high"] else 0
-    block = min(32, _largest_power(math.gcd(*planes, found["group"])))
-    found |= {"codes": _words(fmt, "v_codes"), "scale": _halves(fmt, "v_scale")}
-    return Values(kind, block=block, places=max(16, block), **found)
-
-
-@functools.lru_cache(maxsize=64)
-def constants(fmt: PageFormat) -> Constants | None:
-    """What attention and unpacking are compiled for. None for a codec that the kernels do not know."""
-    if type(fmt.keys) not in KEYS or type(fmt.values) not in VALUES:
-        return None
-    return {"R": record(fmt), "K": _keys(fmt), "V": _values(fmt)}
-
-
-@functools.lru_cache(maxsize=64)
-def _packed(fmt: PageFormat) -> Constants:
-    known = constants(fmt)
-    if known is None:
-        raise ValueError(f"{fmt.name} has no Triton kernel that packs its keys or values")
-    keys, values = fmt.keys, fmt.values
-    own = {"update": fmt.geometry.d} | KEYS[type(keys)].pack(keys)
-    mode = values.mode if isinstance(values, HybridValues) else 0
-    kind = {"fitted": isinstance(values, Fitted), "searched": isinstance(values, SearchedValues), "mode": mode}
-    k, v = replace(known["K"], fitted=isinstance(keys, Fitted), **own), replace(known["V"], **kind)
-    return known | {"K": k, "V": v}
-
-
-def pack_constants(fmt: PageFormat, slots: SlotGeometry) -> Constants:
-    """What packing is compiled for. ValueError for a codec that the kernels do not know."""
-    return _packed(fmt) | {"C": companion(slots)}
-
-
-def state_constants(fmt: PageFormat) -> Constants:
-    """Compile-time constants of `begin`: what it keeps of a prompt."""
-    state = STATES.get(type(fmt.keys), State()) if fmt.state_rows else State()
-    rank = fmt.state_rows - 1 if state.of_queries else 0
-    return {"NORM": state.of_keys == "NORM", "ENERGY": state.of_keys == "ENERGY", "RANK": rank}
-
-
-def most_rows(fmt: PageFormat) -> int:
-    return KEYS[type(fmt.keys)].wide_rows if fmt.geometry.d > 128 else MAX_ROWS
-
-
-def rows_for(fmt: PageFormat, rows: int) -> int:
-    """Rows per program: all rows of a decode step, a tile of a longer chunk."""
-    return min(most_rows(fmt), max(MIN_ROWS, power_of_two(rows)))
-
-
-def attend_launch(fmt: PageFormat, rows: int, chip: int) -> Launch:
-    k, d = fmt.keys, fmt.geometry.d
-    if d > 128 and rows > MIN_ROWS:
-        return Launch(2)
-    entry = KEYS[type(k)]
-    one = entry.crowded(k, rows, chip) or fmt.slabs % 2
-    return Launch(1, 1 if one else 2, extra=entry.extra(k, chip))
-
-
-def pack_launch(fmt: PageFormat, chip: int) -> Launch:
-    launch = KEYS[type(fmt.keys)].launch(fmt, fmt.keys, chip)
-    tiled = isinstance(fmt.values, (Rotated, Fitted, SearchedValues))
-    return replace(launch, warps=max(launch.warps, TILE_WARPS)) if tiled else launch

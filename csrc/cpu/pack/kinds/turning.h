@@ -4,8 +4,8 @@
 // the angle sum formulas.
 #pragma once
 
-#include "../isa/vectors.h"
-#include "../layout.h"
+#include "../../isa/vectors.h"
+#include "../../layout.h"
 
 namespace {
 namespace float32 {

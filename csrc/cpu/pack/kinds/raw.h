@@ -1,8 +1,8 @@
 // The lossless codecs (formats/methods/lossless.py, values.py): elements in the model's own type.
 #pragma once
 
-#include "../half.h"
-#include "../dispatch/pack_kernels.h"
+#include "../../half.h"
+#include "../../dispatch/pack_kernels.h"
 
 namespace {
 namespace float32 {

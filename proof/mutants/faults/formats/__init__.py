@@ -1,0 +1,1 @@
+"""Faults in formats: in methods, in klt, and in the pages and options of all."""
