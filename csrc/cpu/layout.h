@@ -123,11 +123,11 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
   /* tables that belong to a format but to no page, bytes from the start of the layout that they follow */  \
   FIELD(int64_t, sketch)       /* QJL: S transposed, float32 [d][m] */                                      \
   FIELD(int64_t, outer)        /* QJL: S' transposed, float32 [n][m_out] */                                 \
-  FIELD(int64_t, pairs)        /* polar: the x and the y channel of each pair, int32 [2][d / 2] */          \
-  FIELD(int64_t, features)     /* transformed: F transposed, float32 [heads][d][projected] */               \
+  FIELD(int64_t, pairs)        /* polar, transformed: x and y channels of pairs, int32 [2][d / 2] */        \
+  FIELD(int64_t, backward)     /* transformed: T^-1 s step, float32 [heads][d][d] */                        \
   FIELD(int64_t, forward)      /* transformed: T / s transposed, float32 [heads][d][d] */                   \
   FIELD(int64_t, channels)     /* transformed: weight, step, largest code, float32 [heads][3][d] */         \
-  FIELD(int64_t, mean)         /* transformed: a slab's mean by its e, float32 [heads][d][d] */             \
+  FIELD(int64_t, mean)         /* transformed: b, which turns, float32 [heads][d] */                        \
   FIELD(int64_t, fine)         /* transformed: e of the first slabs, float32 [FINE][d] */                   \
   FIELD(int64_t, coarse)       /* transformed: by how much more it turns, float32 [COARSE][d] */            \
   FIELD(int64_t, places)       /* transformed: channel and shift of each slot, int32 [heads][2][slots] */
@@ -142,24 +142,24 @@ struct Constants {
   const float *sketch, *outer;
   float sketch_scale, outer_scale;
   const int32_t* pairs;
-  const float *features, *forward, *channels, *mean, *fine, *coarse;
+  const float *backward, *forward, *channels, *mean, *fine, *coarse;
   const int32_t* places;
 };
 
 // The numbers that a query is multiplied to before it meets a page, 0 if it is used as it is; of transformed keys the
-// slots', those for a slab's e, and that for a token's scale, in whole runs of 32.
+// channels', then those for a slab's e.
 inline int64_t projected(const Layout& l) {
   if (l.keys == Keys::sketch) return l.sketch_rows;
-  return l.keys == Keys::transformed ? (l.slots + l.d + 1 + SLAB - 1) / SLAB * SLAB : 0;
+  return l.keys == Keys::transformed ? 2 * l.d : 0;
 }
 
 // The constants as a KV head's kernels see them: of transformed keys each head has its own.
 inline Constants of_head(Constants c, const Layout& l, int64_t head) {
   if (l.keys != Keys::transformed) return c;
-  c.features += head * l.d * projected(l);
+  c.backward += head * l.d * l.d;
   c.forward += head * l.d * l.d;
   c.channels += head * 3 * l.d;
-  c.mean += head * l.d * l.d;
+  c.mean += head * l.d;
   c.places += head * 2 * l.slots;
   return c;
 }

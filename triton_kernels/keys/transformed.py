@@ -1,6 +1,6 @@
 # ruff: noqa: RUF005  (Triton's compiler knows no starred expressions)
 """Transformed keys (formats/methods/klt.py). A query's numbers for a head's slots are a product with the head's
-constants, which is computed once per step, before `attend` (kernels/gpu/triton/transformed.py). Here a row of queries is
+constants, which is computed once per step, before `attend` (kernels/gpu/triton/transformed.py). So a query is here
 
     f_1 ... f_n   the n slots' numbers       f_(n + 1) ... f_(n + d)   those of e, which gives a slab's mean
 

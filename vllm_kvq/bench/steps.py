@@ -138,13 +138,16 @@ def kvq_candidate(shape: Shape, name: str, options: Mapping[str, Any] | None = N
     nbytes = shape.batch * pages * shape.heads * fmt.record_bytes + some.nbytes
     steps: list[Step] = []
     for _ in range(shape.caches(nbytes)):
-        pool, recent = first.clone(), some.clone()
+        # constants of its own, as each layer has them
+        layer, pool, recent = calibrated(fmt, shape.heads), first.clone(), some.clone()
         ids = torch.randperm(shape.batch * pages)
         listed = PageList(ids, owner, low, high)
         held = TokenList((recent[0], recent[1]), (recent[0][:0], recent[1][:0]), rows, seen)
 
-        def step(pool: torch.Tensor = pool, listed: PageList = listed, held: TokenList = held) -> object:
-            if not kernels.attend_step(fmt, output, output_rows, query, pool, listed, held, shape.scale):
+        def step(
+            layer: PageFormat = layer, pool: torch.Tensor = pool, listed: PageList = listed, held: TokenList = held
+        ) -> object:
+            if not kernels.attend_step(layer, output, output_rows, query, pool, listed, held, shape.scale):
                 raise RuntimeError("a page is not packed")
             return output
 

@@ -167,8 +167,8 @@ class Driver {
     std::fill(to + l_.head_size, to + l_.d, 0.0f);
   }
 
-  // S q (QJL) or F q (transformed keys) of all shares, each with room for the rows of the longest. Several shares at once
-  // if all heads have the same S: a float of it then meets more rows while it is in a register.
+  // The features of all shares, each with room for the rows of the longest. Several shares at once if all heads have the
+  // same S (QJL): a float of it then meets more rows while it is in a register.
   void project_queries() {
     constexpr int64_t TOGETHER = 16;  // rows
     const int64_t shares = int64_t(shares_.size()), fair = std::max<int64_t>(shares / a_.team.threads, 1);
@@ -183,8 +183,7 @@ class Driver {
         const Share& s = shares_[first + r / share_rows()];
         read_query(s.request, s.head, s.row + std::min(r % share_rows(), s.rows - 1), query + r * l_.d);
       }
-      const float* by = alike ? p_.constants.sketch : of_head(p_.constants, l_, shares_[first].head).features;
-      kernels_.project(query, int(rows), l_.d, by, projected(l_), features_of(first));
+      kernels_.project(l_, of_head(p_.constants, l_, shares_[first].head), query, int(rows), features_of(first));
     });
   }
 

@@ -80,7 +80,7 @@ struct Task {
   int rows;
   float cap;              // the soft cap of scores, times log2(e); 0: none
   const float* query;     // [rows][d]
-  const float* features;  // QJL: S q, [rows][m]; transformed keys: F q, [rows][projected]
+  const float* features;  // of QJL and of transformed keys, [rows][projected]
   float* scores;          // [rows][BLOCK]
   float* out;             // [rows][d]
   float* top;             // [rows]  m
@@ -147,8 +147,8 @@ struct AttendKernels {
   void (*cap)(float* scores, int64_t stride, int rows, int width, float cap);
   void (*softmax)(Task&, const Slab*, int count);
   void (*add_raw)(RawTask&);
-  // the features of QJL and of transformed keys: S q for `rows` rows
-  void (*project)(const float* query, int rows, int64_t d, const float* sketch, int64_t m, float* features);
+  // the features of `rows` queries [rows][d]
+  void (*project)(const Layout&, const Constants&, const float* query, int rows, float* features);
   ManyKernel many;
 };
 

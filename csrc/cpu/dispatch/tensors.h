@@ -78,15 +78,15 @@ inline kvq::Constants read_constants(const TensorView& layout, const kvq::Layout
     c.sketch_scale = float(l.sketch_scale);
     c.outer_scale = float(l.outer_scale);
   }
-  if (l.keys == kvq::Keys::polar) {
+  if (l.keys == kvq::Keys::polar || l.keys == kvq::Keys::transformed) {
     c.pairs = read_table<int32_t>(layout, l.pairs, l.d);
     for (int64_t i = 0; i < l.d; ++i) require(c.pairs[i] >= 0 && c.pairs[i] < l.d, "a channel pair is out of range");
   }
   if (l.keys == kvq::Keys::transformed) {
-    c.features = read_table<float>(layout, l.features, l.key_heads * l.d * kvq::projected(l));
+    c.backward = read_table<float>(layout, l.backward, l.key_heads * l.d * l.d);
     c.forward = read_table<float>(layout, l.forward, l.key_heads * l.d * l.d);
     c.channels = read_table<float>(layout, l.channels, l.key_heads * 3 * l.d);
-    c.mean = read_table<float>(layout, l.mean, l.key_heads * l.d * l.d);
+    c.mean = read_table<float>(layout, l.mean, l.key_heads * l.d);
     c.fine = read_table<float>(layout, l.fine, kvq::FINE * l.d);
     c.coarse = read_table<float>(layout, l.coarse, kvq::COARSE * l.d);
     c.places = read_table<int32_t>(layout, l.places, l.key_heads * 2 * l.slots);

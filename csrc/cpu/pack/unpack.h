@@ -200,23 +200,6 @@ inline void unpack_polar(Task& task, const Slab& slab, float* tables, float* k) 
   }
 }
 
-// g(k) of formats/methods/klt.py, [projected(l)][32]: every slot's code times the token's scale, the slab's e, the scale,
-// and zeros.
-inline void unpack_transformed(const Layout& l, const Constants& constants, const Slab& slab, float* k) {
-  float scale[SLAB];
-  read_halves(slab.data + l.k_scale, SLAB, scale);
-  unpack_key_codes(slab.data + l.k_codes, int(l.slots), 2, [&](int slot, int t, Ints code) {
-    store(k + slot * SLAB + t, to_floats(code) * load(scale + t));
-  });
-  float e[LARGEST_HEAD];
-  turned(l, turn_of(l, constants, slab.page, slab.nth), e);
-  for (int64_t i = 0; i < l.d; ++i)
-    for (int t = 0; t < SLAB; t += LANES) store(k + (l.slots + i) * SLAB + t, splat(e[i]));
-  float* last = k + (l.slots + l.d) * SLAB;
-  std::memcpy(last, scale, sizeof scale);
-  std::memset(last + SLAB, 0, 4 * size_t(projected(l) - l.slots - l.d - 1) * SLAB);
-}
-
 // k[c][t] of a slab, for all formats whose pages have channels; `tables` as in unpack_polar.
 inline void unpack_keys(Task& task, const Slab& slab, float* tables, float* k) {
   const Layout& l = *task.layout;

@@ -122,8 +122,8 @@ class Transform:
     """A layer's constants as they are used: H KV heads, each with its own allocation of the same number of slots."""
 
     turning: Turning
-    mean: torch.Tensor
-    """(H, d, d): the mean of slab n is e(n) @ mean."""
+    constant: torch.Tensor
+    """(H, d): b, which RoPE turns."""
     weight: torch.Tensor
     """(H, 1, d): how much a channel's error matters, s^2."""
     forward: torch.Tensor
@@ -147,8 +147,12 @@ class Transform:
         digits = torch.tensor([allocated(of_head.square().tolist(), slots) for of_head in s[:, 0].cpu()])
         channel, digit = (x.to(s.device) for x in _placed(digits, slots))
         step, most = (x.to(s.device) for x in widths(DIGIT * digits[:, None]))
-        matrix = turning.matrix(mean[:, 0]).mT
-        return cls(turning, matrix, s.square(), forward.mT, backward, step, most, channel, digit)
+        return cls(turning, mean[:, 0], s.square(), forward.mT, backward, step, most, channel, digit)
+
+    @functools.cached_property
+    def mean(self) -> torch.Tensor:
+        """(H, d, d): the mean of slab n is e(n) @ mean."""
+        return self.turning.matrix(self.constant).mT
 
     @functools.cached_property
     def features(self) -> torch.Tensor:

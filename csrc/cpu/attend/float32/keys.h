@@ -6,6 +6,7 @@
 
 #include "../../isa/matrix.h"
 #include "../../pack/unpack.h"
+#include "transformed.h"
 
 namespace {
 namespace float32 {
@@ -58,6 +59,7 @@ inline void score(Task& task, const Slab& slab, int column) {
     query = extra;
   } else if (l.keys == Keys::transformed) {
     unpack_transformed(l, *task.constants, slab, k);
+    repeat_phases(l, *task.constants, slab, k + l.d * SLAB);
     query = task.features;
   } else {
     unpack_keys(task, slab, extra, k);

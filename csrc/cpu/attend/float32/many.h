@@ -5,12 +5,12 @@
 //
 // QJL's keys become vectors like the others': a key's estimate is S_in^T sign |k| c(d) / m in all channels but the
 // slab's outliers, where it is S'^T sign' |k_out| c(n) / m_out. q . k_t is then the same sum in another order.
-// So it is for transformed keys: with f(q) = F q a key is F^T g(k).
 #pragma once
 
 #include "cap.h"
 #include "keys.h"
 #include "softmax.h"
+#include "transformed.h"
 
 namespace {
 namespace float32 {
@@ -28,12 +28,6 @@ inline void rebuild_sketched(const Layout& l, const Constants& constants, const 
   for (int i = 0; i < n; ++i) std::memcpy(k + (index[i] < d ? index[i] : 0) * SLAB, outliers + i * SLAB, 4 * SLAB);
 }
 
-inline void rebuild_transformed(const Layout& l, const Constants& constants, const Slab& slab, float* work, float* k) {
-  const int features = int(projected(l));
-  unpack_transformed(l, constants, slab, work);
-  multiply(constants.features, features, int(l.d), features, work, SLAB, k, SLAB);
-}
-
 inline size_t sketch_floats(const Layout& l) {
   const int64_t outer = l.outer_rows + l.outliers;
   return size_t(l.sketch_rows > outer ? l.sketch_rows : outer) * SLAB;
@@ -43,7 +37,7 @@ inline size_t many_bytes(const Layout& l) {
   size_t tables = 0;
   if (l.keys == Keys::sketch) tables = sketch_floats(l);
   if (l.keys == Keys::polar) tables = polar_floats(l);
-  if (l.keys == Keys::transformed) tables = size_t(projected(l)) * SLAB;
+  if (l.keys == Keys::transformed) tables = size_t(l.d) * SLAB;
   return align64(4 * (2 * size_t(l.d) * BLOCK + size_t(l.d) * SLAB + tables));
 }
 

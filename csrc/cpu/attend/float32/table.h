@@ -5,6 +5,7 @@
 #include "many.h"
 #include "raw.h"
 #include "softmax.h"
+#include "transformed.h"
 #include "values.h"
 
 namespace {
@@ -14,8 +15,10 @@ inline kvq::KeyKernel keys(const kvq::Layout&, int) { return {key_bytes, begin_k
 
 inline kvq::ValueKernel values(const kvq::Layout&, int) { return {value_bytes, add, false}; }
 
-inline void project(const float* query, int rows, int64_t d, const float* sketch, int64_t m, float* features) {
-  for (int64_t j = 0; j < m; j += kvq::SLAB) multiply(query, d, rows, d, sketch + j, m, features + j, m);
+inline void project(const Layout& l, const kvq::Constants& constants, const float* query, int rows, float* features) {
+  if (l.keys == Keys::transformed) return project_transformed(l, constants, query, rows, features);
+  for (int64_t j = 0; j < l.sketch_rows; j += kvq::SLAB)
+    multiply(query, l.d, rows, l.d, constants.sketch + j, l.sketch_rows, features + j, l.sketch_rows);
 }
 
 // Measured: with fewer rows, unpacking for all of them costs more than it saves.

@@ -1,10 +1,10 @@
-//     q . k_t = scale_t ( sum_i f_i code_it + f_last ) + sum_c f_n+c e_c            f = F q, once per step
+//     q . k_t = scale_t ( sum_i s_i digit_it - 3/2 sum_i s_i ) + sum_i f_d+i e_i       s_i = 4^j f_c of the slot's channel
 //
-// Transformed keys (formats/methods/klt.py): one scale per token, so a query's features are the same for all slabs and are
-// rounded to fixed point once per task. The mean of keys is a slab's own, by its e (pack/kinds/turning.h). A digit's features are
-// four times as large as those of the digit below, so each digit has a unit of its own: slots come in words with the
-// highest digits first, and a run of words has one unit. n slots in four planes; PLANE is the room for one, so that all
-// offsets are constants.
+// Transformed keys (formats/methods/klt.py): one scale per token, so a query's numbers for the slots are the same for all
+// slabs and are rounded to fixed point once per task, from its features f (attend/float32/transformed.h). The mean of keys
+// is a slab's own, by its e (pack/kinds/turning.h). A digit's numbers are four times as large as those of the digit below,
+// so each digit has a unit of its own: slots come in words with the highest digits first, and a run of words has one unit.
+// n slots in four planes; PLANE is the room for one, so that all offsets are constants.
 #pragma once
 
 #include "../../pack/kinds/turning.h"
@@ -54,7 +54,13 @@ struct TransformedKeys {
 
   static void prepare(const Task& task, int row, Work& work, int8_t* hi, int8_t* lo) {
     const int slots = int(task.layout->slots), plane = slots / 4;
-    const float* f = task.features + row * projected(*task.layout);
+    const int32_t *channel = task.constants->places, *shift = channel + slots;
+    const float* features = task.features + row * projected(*task.layout);
+    float f[4 * LARGEST_HEAD], middle = 0;
+    for (int i = 0; i < slots; ++i) {
+      f[i] = features[channel[i]] * float(1 << shift[i]);
+      middle -= 1.5f * f[i];
+    }
     alignas(64) float spread[ROW] = {};  // what lies between the planes stays 0
     for (int k = 0; k < work.count; ++k) {
       const int first = 4 * work.runs[k].first, last = 4 * work.runs[k].last;
@@ -70,7 +76,7 @@ struct TransformedKeys {
       for (int p = 0; p < 4; ++p)
         for (int i = first; i < last; ++i) spread[p * PLANE + i] = f[p * plane + i] * factor;
     }
-    work.middle[row] = f[slots + task.layout->d];
+    work.middle[row] = middle;
     for (int i = 0; i < ROW; i += PACK) {
       Reals x[PACK / WIDTH];
       unroll<PACK / WIDTH>([&](auto v) KVQ_LAMBDA { x[v] = fixed(L::load(spread + i + WIDTH * v), L::all(1.0f)); });
@@ -91,7 +97,7 @@ struct TransformedKeys {
     Work& work = *reinterpret_cast<Work*>(task.key_work);
     const Layout& l = *task.layout;
     const int64_t half = l.d / 2, stride = projected(l);
-    const float* f = task.features + row * stride + l.slots;
+    const float* f = task.features + row * stride + l.d;
     const float32::Turn turn = float32::turn_of(l, *task.constants, slab.page, slab.nth);
     Reals sums[R] = {};
     for (int64_t i = 0; i < half; i += WIDTH) {

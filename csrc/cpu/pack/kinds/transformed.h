@@ -21,7 +21,7 @@ inline void pack_transformed(const PackUnit& u) {
   int32_t *codes = reinterpret_cast<int32_t*>(panel + SLAB * d), *digits = codes + SLAB * d;
   float e[LARGEST_HEAD], mean[LARGEST_HEAD];
   turned(l, turn_at(l, *u.constants, uint32_t(u.position)), e);
-  for (int64_t c = 0; c < d; c += SLAB) multiply(e, d, 1, d, u.constants->mean + c, d, mean + c, d);
+  turned_mean(l, *u.constants, e, mean);
   for (int t = 0; t < SLAB; ++t)
     for (int64_t c = 0; c < d; c += LANES) store(centred + t * d + c, load(u.key + t * d + c) - load(mean + c));
   for (int64_t j = 0; j < d; j += SLAB) {

@@ -1,7 +1,7 @@
 //     e(n) = cos(a theta_i), sin(a theta_i)        a = 32 n + 31/2, n the slab among the request's
 //
-// Keys whose mean RoPE turns (formats/parts/turning.py): a slab's mean is a product with e(n), which two tables give by
-// the angle sum formulas.
+// Keys whose mean RoPE turns (formats/parts/turning.py): a slab's mean is b turned by e(n), which two tables give by the
+// angle sum formulas.
 #pragma once
 
 #include "../../isa/vectors.h"
@@ -36,6 +36,17 @@ inline void turned(const kvq::Layout& l, Turn turn, float* e) {
     const Floats x = load(turn.coarse + i), y = load(turn.coarse + half + i);
     store(e + i, c * x - s * y);
     store(e + half + i, s * x + c * y);
+  }
+}
+
+// mu [d], of a head
+inline void turned_mean(const kvq::Layout& l, const kvq::Constants& constants, const float* e, float* mean) {
+  const int64_t half = l.d / 2;
+  const int32_t *x = constants.pairs, *y = x + half;
+  const float* b = constants.mean;
+  for (int64_t i = 0; i < half; ++i) {
+    mean[x[i]] = b[x[i]] * e[i] - b[y[i]] * e[half + i];
+    mean[y[i]] = b[y[i]] * e[i] + b[x[i]] * e[half + i];
   }
 }
 

@@ -20,8 +20,11 @@ from vllm_kvq.kernels.gpu.triton.codecs import KEYS, STATES, TILE_WARPS, VALUES,
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.triton_kernels.layout import Companion, Keys, Record, Values
 
+LAYERS = 512
+"""Formats that are remembered: each layer of a model may have its own."""
 
-@functools.lru_cache(maxsize=64)
+
+@functools.lru_cache(maxsize=LAYERS)
 def record(fmt: PageFormat) -> Record:
     return Record(
         head=fmt.geometry.head_size,
@@ -61,7 +64,7 @@ def _values(fmt: PageFormat) -> Values:
     return Values(kind, block=block, places=max(16, block), **found)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=LAYERS)
 def constants(fmt: PageFormat) -> Constants | None:
     """What attention and unpacking are compiled for. None for a codec that the kernels do not know."""
     if type(fmt.keys) not in KEYS or type(fmt.values) not in VALUES:
@@ -69,7 +72,7 @@ def constants(fmt: PageFormat) -> Constants | None:
     return {"R": record(fmt), "K": _keys(fmt), "V": _values(fmt)}
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=LAYERS)
 def _packed(fmt: PageFormat) -> Constants:
     known = constants(fmt)
     if known is None:
