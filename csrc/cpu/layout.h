@@ -124,8 +124,8 @@ enum class Dtype : int64_t { KVQ_DTYPES(KVQ_ENUMERATOR) };
   FIELD(int64_t, sketch)       /* QJL: S transposed, float32 [d][m] */                                      \
   FIELD(int64_t, outer)        /* QJL: S' transposed, float32 [n][m_out] */                                 \
   FIELD(int64_t, pairs)        /* polar, transformed: x and y channels of pairs, int32 [2][d / 2] */        \
-  FIELD(int64_t, backward)     /* transformed: T^-1 s step, float32 [heads][d][d] */                        \
-  FIELD(int64_t, forward)      /* transformed: T / s transposed, float32 [heads][d][d] */                   \
+  FIELD(int64_t, backward)     /* transformed: T^-1 s step, float32 [heads][d / 32][d][32] */               \
+  FIELD(int64_t, forward)      /* transformed: T / s transposed, float32 [heads][d / 32][d][32] */          \
   FIELD(int64_t, channels)     /* transformed: weight, step, largest code, float32 [heads][3][d] */         \
   FIELD(int64_t, mean)         /* transformed: b, which turns, float32 [heads][d] */                        \
   FIELD(int64_t, fine)         /* transformed: e of the first slabs, float32 [FINE][d] */                   \

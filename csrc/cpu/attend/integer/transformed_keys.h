@@ -1,4 +1,4 @@
-//     q . k_t = scale_t ( sum_i s_i digit_it - 3/2 sum_i s_i ) + sum_i f_d+i e_i       s_i = 4^j f_c of the slot's channel
+//     q . k_t = scale_t ( sum_i s_i digit_it - 1/2 sum_c f_c most_c ) + sum_i f_d+i e_i       s_i = 4^j f_c of the slot's channel
 //
 // Transformed keys (formats/methods/klt.py): one scale per token, so a query's numbers for the slots are the same for all
 // slabs and are rounded to fixed point once per task, from its features f (attend/float32/transformed.h). The mean of keys
@@ -56,11 +56,8 @@ struct TransformedKeys {
     const int slots = int(task.layout->slots), plane = slots / 4;
     const int32_t *channel = task.constants->places, *shift = channel + slots;
     const float* features = task.features + row * projected(*task.layout);
-    float f[4 * LARGEST_HEAD], middle = 0;
-    for (int i = 0; i < slots; ++i) {
-      f[i] = features[channel[i]] * float(1 << shift[i]);
-      middle -= 1.5f * f[i];
-    }
+    float f[4 * LARGEST_HEAD];
+    for (int i = 0; i < slots; ++i) f[i] = features[channel[i]] * float(1 << shift[i]);
     alignas(64) float spread[ROW] = {};  // what lies between the planes stays 0
     for (int k = 0; k < work.count; ++k) {
       const int first = 4 * work.runs[k].first, last = 4 * work.runs[k].last;
@@ -76,7 +73,10 @@ struct TransformedKeys {
       for (int p = 0; p < 4; ++p)
         for (int i = first; i < last; ++i) spread[p * PLANE + i] = f[p * plane + i] * factor;
     }
-    work.middle[row] = middle;
+    const float* most = task.constants->channels + 2 * task.layout->d;
+    Reals middle{};
+    for (int c = 0; c < task.layout->d; c += WIDTH) middle = fmadd(L::load(features + c), L::load(most + c), middle);
+    work.middle[row] = -0.5f * reduce<Add>(middle);
     for (int i = 0; i < ROW; i += PACK) {
       Reals x[PACK / WIDTH];
       unroll<PACK / WIDTH>([&](auto v) KVQ_LAMBDA { x[v] = fixed(L::load(spread + i + WIDTH * v), L::all(1.0f)); });

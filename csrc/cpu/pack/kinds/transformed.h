@@ -9,26 +9,22 @@
 namespace {
 namespace float32 {
 
-// k - mu and y [32][d], a panel of T / s [d][32], codes [32][d], and their digits [32][slots]
-inline size_t transformed_work_bytes(const Layout& l) { return align64(4 * size_t(SLAB) * (4 * l.d + l.slots)); }
+// k - mu and y [32][d], codes [32][d], and their digits [32][slots]
+inline size_t transformed_work_bytes(const Layout& l) { return align64(4 * size_t(SLAB) * (3 * l.d + l.slots)); }
 
 inline void pack_transformed(const PackUnit& u) {
   const Layout& l = *u.layout;
   const int64_t d = l.d, slots = l.slots;
   const float *weight = u.constants->channels, *step = weight + d, *most = step + d;
   const int32_t *channel = u.constants->places, *shift = channel + slots;
-  float *centred = reinterpret_cast<float*>(u.work), *y = centred + SLAB * d, *panel = y + SLAB * d;
-  int32_t *codes = reinterpret_cast<int32_t*>(panel + SLAB * d), *digits = codes + SLAB * d;
+  float *centred = reinterpret_cast<float*>(u.work), *y = centred + SLAB * d;
+  int32_t *codes = reinterpret_cast<int32_t*>(y + SLAB * d), *digits = codes + SLAB * d;
   float e[LARGEST_HEAD], mean[LARGEST_HEAD];
   turned(l, turn_at(l, *u.constants, uint32_t(u.position)), e);
   turned_mean(l, *u.constants, e, mean);
   for (int t = 0; t < SLAB; ++t)
     for (int64_t c = 0; c < d; c += LANES) store(centred + t * d + c, load(u.key + t * d + c) - load(mean + c));
-  for (int64_t j = 0; j < d; j += SLAB) {
-    // together, because d floats apart they would push each other out of the first cache
-    for (int64_t c = 0; c < d; ++c) std::memcpy(panel + c * SLAB, u.constants->forward + c * d + j, 4 * SLAB);
-    multiply(centred, d, SLAB, d, panel, SLAB, y + j, d);
-  }
+  for (int64_t j = 0; j < d; j += SLAB) multiply(centred, d, SLAB, d, u.constants->forward + j * d, SLAB, y + j, d);
   float scale[SLAB];
   for (int t = 0; t < SLAB; ++t) {
     const int32_t* code = codes + t * d;
