@@ -111,10 +111,11 @@ def packed_pool(fmt: PageFormat, pages: int, heads: int) -> torch.Tensor:
     return packed.repeat(-(-pages // some), 1, 1)[:pages].contiguous()
 
 
-def bound_format(shape: Shape, name: str, options: Mapping[str, Any] | None = None) -> PageFormat:
+def bound_format(shape: Shape, name: str, options: Mapping[str, Any] | None = None, layer: int = 0) -> PageFormat:
+    """As a model's layer has it: with a sketch or constants that are in memory for this layer only."""
     rope = Rope.plain(shape.head_size, shape.context)
-    fmt = get_format(name).bind(Geometry(shape.head_size, shape.block_size, torch.bfloat16, rope=rope), options)
-    return calibrated(fmt, shape.heads)
+    geometry = Geometry(shape.head_size, shape.block_size, torch.bfloat16, layer, rope=rope)
+    return calibrated(get_format(name).bind(geometry, options), shape.heads)
 
 
 def kvq_candidate(shape: Shape, name: str, options: Mapping[str, Any] | None = None) -> Candidate:
@@ -137,9 +138,8 @@ def kvq_candidate(shape: Shape, name: str, options: Mapping[str, Any] | None = N
     some = torch.randn(2, shape.batch, raw, shape.heads, shape.head_size).bfloat16()
     nbytes = shape.batch * pages * shape.heads * fmt.record_bytes + some.nbytes
     steps: list[Step] = []
-    for _ in range(shape.caches(nbytes)):
-        # constants of its own, as each layer has them
-        layer, pool, recent = calibrated(fmt, shape.heads), first.clone(), some.clone()
+    for nth in range(shape.caches(nbytes)):
+        layer, pool, recent = bound_format(shape, name, options, nth), first.clone(), some.clone()
         ids = torch.randperm(shape.batch * pages)
         listed = PageList(ids, owner, low, high)
         held = TokenList((recent[0], recent[1]), (recent[0][:0], recent[1][:0]), rows, seen)
