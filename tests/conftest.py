@@ -9,6 +9,8 @@ import pip_settings
 # Several test processes share the cores: a thread that waits for another must not keep one busy. Read by OpenMP when
 # it is loaded, that is with torch, which nothing has imported yet.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# In this process's children, see COLLECTOR in scripts/bootstrap.py.
+os.environ["KVQ_TESTS"] = "1"
 
 import pytest
 from hypothesis import HealthCheck, settings

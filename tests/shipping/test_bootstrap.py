@@ -57,6 +57,17 @@ def pip_calls(boot: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
     return calls
 
 
+def test_only_processes_of_tests_collect_less_often(
+    boot: ModuleType, root: Path, pip_calls: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boot.bootstrap(root)
+    asked = [root / ".venv" / "bin" / "python", "-c", "import gc; print(gc.get_threshold()[0])"]
+    monkeypatch.delenv("KVQ_TESTS")
+    usual = int(subprocess.run(asked, capture_output=True, text=True).stdout)
+    monkeypatch.setenv("KVQ_TESTS", "1")
+    assert usual < 10_000 < int(subprocess.run(asked, capture_output=True, text=True).stdout)
+
+
 def test_old_pythons_can_parse_it() -> None:
     ast.parse(SCRIPT.read_text(), feature_version=(3, 8))
 
