@@ -17,14 +17,16 @@ from pathlib import Path
 
 import torch
 
+from proof.tables.fitted import fitted
 from vllm_kvq import console
 from vllm_kvq.eval.constants import calibration_texts
-from vllm_kvq.eval.heads.capture import Layer, together
+from vllm_kvq.eval.heads.capture import Layer
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.reading.reader import Reader
 from vllm_kvq.eval.tasks.samples import texts
-from vllm_kvq.formats.constants import Calibration, grouped
-from vllm_kvq.formats.methods.klt import DIGIT, Transform, TransformedKeys
+from vllm_kvq.formats.constants import grouped
+from vllm_kvq.formats.methods.klt import DIGIT, Transform
+from vllm_kvq.formats.parts.planes import SLAB
 from vllm_kvq.formats.parts.search import levels, searched, widths
 
 PROG = "python -m proof spectrum"
@@ -75,8 +77,8 @@ class Errors:
     def of(cls, text: Layer, t: Transform) -> Errors:
         key = text.key[SINKS:].float().transpose(0, 1)
         query = grouped(text.query[SINKS:].float(), len(key))
-        # constants that are fitted without RoPE have the same mean everywhere
-        y = (key - t.turning.phases(torch.zeros(1)) @ t.mean) @ t.forward
+        slab = torch.arange(SINKS, len(text.key)) // SLAB
+        y = (key - t.turning.phases(slab) @ t.mean) @ t.forward
         channels, scores = [], []
         for step, most in (widths(torch.full(y.shape[-1:], BITS)), (t.step, t.most)):
             codes, scale = searched(y, step, most, t.weight)
@@ -96,11 +98,9 @@ def squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return ((query @ key.mT).square() * seen).sum((-2, -1))
 
 
-def measured(calibration: Layer, texts: Sequence[Layer]) -> Iterator[tuple[Head, list[Channel]]]:
+def measured(constants: torch.Tensor, texts: Sequence[Layer]) -> Iterator[tuple[Head, list[Channel]]]:
     """One layer's heads."""
-    fitted_to = Calibration(*(x.float() for x in (calibration.query, calibration.key, calibration.value)))
-    d = calibration.head_size
-    t = Transform.of(TransformedKeys.fit_constants(fitted_to, {}), d * BITS // DIGIT)
+    t = Transform.of(constants, constants.shape[-1] * BITS // DIGIT)
     first, *others = (Errors.of(text, t) for text in texts)
     found = sum(others, first)
     tokens = sum(len(text.key) - SINKS for text in texts)
@@ -112,7 +112,7 @@ def measured(calibration: Layer, texts: Sequence[Layer]) -> Iterator[tuple[Head,
         bits = (t.most[h, 0] + 1).log2()
         rows = torch.stack([variance / whole, bits, equal, by_channel], 1)[variance.argsort(descending=True)]
         channels = [Channel(v, round(b), e, c) for v, b, e, c in rows.tolist()]
-        yield Head(calibration.index, h, *relative[:, h].tolist()), channels
+        yield Head(texts[0].index, h, *relative[:, h].tolist()), channels
 
 
 def middle(heads: Sequence[Head]) -> Head:
@@ -140,15 +140,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         reader = Reader(model.folder, model.dtype)
     except ValueError as error:
         return console.fail(PROG, error, as_json=False)
-    calibration = together([reader.before(text).captured for text in calibration_texts(model.tokenizer, model.longest)])
+    constants = fitted([reader.before(text).captured for text in calibration_texts(model.tokenizer, model.longest)])
     read = [
         reader.before(texts(model.tokenizer, 0).text(number, CONTEXT).tokens).captured.layers
         for number in range(options.sequences)
     ]
     found = {
         head: channels
-        for layer, *of_texts in zip(calibration.layers, *read, strict=True)
-        for head, channels in measured(layer, of_texts)
+        for same in zip(*read, strict=True)
+        for head, channels in measured(constants[same[0].index], same)
     }
     shown, heads = middle([*found]), sorted(found, key=lambda head: head.gain)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -17,25 +17,26 @@ from unittest.mock import patch
 
 import torch
 
+from proof.tables.fitted import fitted
 from vllm_kvq import console
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.constants import calibration_texts
-from vllm_kvq.eval.heads.capture import Captured, OfServer, together
+from vllm_kvq.eval.heads.capture import Captured, OfServer
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.reading.caches import cache_of
 from vllm_kvq.eval.reading.reader import Past, Reader
 from vllm_kvq.eval.run.reading import compared
 from vllm_kvq.eval.tasks.samples import texts
 from vllm_kvq.eval.tasks.texts import can_chat
-from vllm_kvq.formats.constants import Constants, Moments
+from vllm_kvq.formats.constants import Constants
 from vllm_kvq.formats.methods import klt
-from vllm_kvq.formats.methods.klt import TransformedKeys, allocated
+from vllm_kvq.formats.methods.klt import allocated
 
 PROG = "python -m proof transforms"
 CONTEXT, READERS = 1024, 128
 TOGETHER = 16
-Calibrate = Callable[[Sequence[Captured]], Captured]
-"""Takes the nine texts of an evaluation."""
+Calibrate = Callable[[Sequence[Captured]], Sequence[Captured]]
+"""Chooses from the nine texts of an evaluation."""
 
 
 def in_sixteens(variance: Sequence[float], slots: int) -> list[int]:
@@ -57,12 +58,16 @@ def alike(variance: Sequence[float], slots: int) -> list[int]:
 
 
 def first(count: int) -> Calibrate:
-    return lambda captured: together(captured[:count])
+    return lambda captured: captured[:count]
 
 
-def documentation(captured: Sequence[Captured]) -> Captured:
+def documentation(captured: Sequence[Captured]) -> Sequence[Captured]:
     """One text in three of a model that can chat."""
-    return together(captured[::3])
+    return captured[::3]
+
+
+def all_of_them(captured: Sequence[Captured]) -> Sequence[Captured]:
+    return captured
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class Row:
     options: Mapping[str, Any] = field(default_factory=dict)
     changed: Mapping[str, Any] = field(default_factory=dict)
     """Names of formats/methods/klt.py."""
-    calibrate: Calibrate = together
+    calibrate: Calibrate = all_of_them
     name: str = "klt3"
     keys_only: bool = True
 
@@ -115,13 +120,12 @@ def prepared(reader: Reader, tokenizer: Any, number: int) -> Read:
     return Read(past, tokens[begin:], exact.log_softmax(-1))
 
 
-def fitted_to(texts: Captured) -> OfServer:
+def fitted_to(texts: Sequence[Captured]) -> OfServer:
     """In a server's place: the constants of a row, fitted while what it changes is in place."""
 
     @functools.cache
     def constants() -> Mapping[int, Constants]:
-        moments = {layer.index: Moments.of(layer.query, layer.key) for layer in texts.layers}
-        return {index: Constants(TransformedKeys.fit_moments(of_layer), None) for index, of_layer in moments.items()}
+        return {index: Constants(keys, None) for index, keys in fitted(texts).items()}
 
     return lambda name, options: constants()
 

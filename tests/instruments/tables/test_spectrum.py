@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 
 from proof.pictures import transform
 from proof.tables import spectrum
+from proof.tables.fitted import fitted
 from proof.tables.spectrum import BITS, SINKS, Head, measured, middle, squares, write
-from vllm_kvq.eval.heads.capture import Layer
+from vllm_kvq.eval.heads.capture import Captured, Layer
 from vllm_kvq.formats.constants import grouped
+from vllm_kvq.formats.parts.rope import Rope
 
 PAGE = (Path(__file__).parents[3] / "docs" / "how-it-works.md").read_text(encoding="utf-8")
 D, TOKENS, GROUP = 32, 300, 2
@@ -23,6 +26,10 @@ def text(seed: int, spread: torch.Tensor) -> Layer:
     rng = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(TOKENS, heads, D, generator=rng) for heads in (2 * GROUP, 2, 2))
     return Layer(5, query, key * spread + 3, value, D**-0.5)
+
+
+def constants(*texts: Layer, rope: Rope | None = None) -> torch.Tensor:
+    return fitted([Captured((layer,), (), None, None, rope) for layer in texts])[5]
 
 
 def test_scores_are_those_of_earlier_keys() -> None:
@@ -40,8 +47,8 @@ def test_scores_are_those_of_earlier_keys() -> None:
 
 
 def test_unequal_channels_gain_and_equal_ones_do_not() -> None:
-    steep = list(measured(text(0, torch.logspace(0, -2, D)), [text(1, torch.logspace(0, -2, D))]))
-    flat = list(measured(text(0, torch.ones(D)), [text(1, torch.ones(D))]))
+    steep = list(measured(constants(text(0, torch.logspace(0, -2, D))), [text(1, torch.logspace(0, -2, D))]))
+    flat = list(measured(constants(text(0, torch.ones(D))), [text(1, torch.ones(D))]))
     assert [(head.layer, head.head) for head, _ in steep] == [(5, 0), (5, 1)]
     for head, channels in steep:
         assert head.gain > 2
@@ -60,13 +67,29 @@ def test_errors_are_relative_and_of_all_texts() -> None:
     """Twice as many of the same change nothing, and neither do larger queries; sinks are not looked at."""
     spread = torch.logspace(0, -2, D)
     calibration, other = text(0, spread), text(1, spread)
-    (before, channels), *_ = measured(calibration, [other])
+    (before, channels), *_ = measured(constants(calibration), [other])
     other.query[:] *= 10
     other.key[:SINKS] *= 1000
-    (after, same), *_ = measured(calibration, [other, other])
+    (after, same), *_ = measured(constants(calibration), [other, other])
     assert after.equal == pytest.approx(before.equal, rel=1e-4)
     assert after.by_channel == pytest.approx(before.by_channel, rel=1e-4)
     assert same[0].by_channel == pytest.approx(channels[0].by_channel, rel=1e-4)
+
+
+def test_the_mean_turns_in_each_text() -> None:
+    """What RoPE made of a constant part of keys is taken off each text's slabs, from its own first token on."""
+    spread, constant, rope = torch.logspace(0, -2, D), 30 * torch.ones(D), Rope.plain(D, TOKENS, 1e6)
+    before, after = [], []
+    for seed in range(3):
+        layer = text(seed, spread)
+        slab = 32 * (torch.arange(TOKENS) // 32) + 15
+        before.append(layer)
+        after.append(replace(layer, key=layer.key - 3 + rope.apply(constant.expand(TOKENS, 1, D), slab[:, None])))
+    (plain, _), *_ = measured(constants(*before[:2]), before[2:])
+    (turned, _), *_ = measured(constants(*after[:2], rope=rope), after[2:])
+    (fixed, _), *_ = measured(constants(*after[:2]), after[2:])
+    assert turned.by_channel * 3 < fixed.by_channel
+    assert turned.by_channel < 1.2 * plain.by_channel
 
 
 def test_the_middle_is_the_median() -> None:
@@ -76,7 +99,7 @@ def test_the_middle_is_the_median() -> None:
 
 
 def test_what_is_written_is_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ((head, channels), *_) = measured(text(0, torch.ones(D)), [text(1, torch.ones(D))])
+    ((head, channels), *_) = measured(constants(text(0, torch.ones(D))), [text(1, torch.ones(D))])
     write(tmp_path / spectrum.HEADS, [head])
     write(tmp_path / spectrum.CHANNELS, channels)
     monkeypatch.setattr(transform, "RESULTS", tmp_path)
