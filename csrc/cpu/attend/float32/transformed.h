@@ -1,7 +1,7 @@
-//     q . k_t = scale_t sum_c f_c (code_ct - most_c / 2) + sum_i f_d+i e_i          f: a query's features, once per step
+//     q . k_t = scale_t sum_c f_c (code_ct - most_c / 2) + sum_i f_d+i e_i        f: a query's features, once per step
 //
-// Transformed keys (formats/methods/klt.py), as the kernels meet them: channels and not slots, of which a channel has as
-// many as its code has digits, and the slab's e (pack/kinds/turning.h).
+// Transformed keys (formats/methods/klt.py): a query's features, and a slab's keys unpacked by channel. A slot is
+// one digit of a channel's code; e is the slab's (pack/kinds/turning.h).
 #pragma once
 
 #include "../../isa/matrix.h"

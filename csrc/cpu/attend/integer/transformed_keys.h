@@ -1,4 +1,4 @@
-//     q . k_t = scale_t ( sum_i s_i digit_it - 1/2 sum_c f_c most_c ) + sum_i f_d+i e_i       s_i = 4^j f_c of the slot's channel
+//     q . k_t = scale_t ( sum_i s_i digit_it - 1/2 sum_c f_c most_c ) + sum_i f_d+i e_i       s_i = 4^j f_c of slot i
 //
 // Transformed keys (formats/methods/klt.py): one scale per token, so a query's numbers for the slots are the same for all
 // slabs and are rounded to fixed point once per task, from its features f (attend/float32/transformed.h). The mean of keys
