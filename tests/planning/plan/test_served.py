@@ -129,9 +129,11 @@ def test_a_cache_that_can_not_be_shared(index: int, target: dict[str, Any] | Non
 
 
 def test_a_layer_whose_cache_is_shared_runs_first() -> None:
-    target = SimpleNamespace(name="layers.3", readers=0, shared=None)
-    layer = SharingLayer("layers.6", target, None)  # type: ignore[arg-type]
-    assert target.readers == 1
+    target = SimpleNamespace(name="layers.3", fmt=None, readers=[], shared=None)
+    layer = SharingLayer("layers.6", target, lambda fmt: fmt)  # type: ignore[arg-type, return-value]
+    (bind,) = target.readers
+    bind("with constants")
+    assert layer.step == "with constants"  # type: ignore[comparison-overlap]
     with pytest.raises(RuntimeError, match=r"layers\.6: layers\.3, whose KV cache it shares, has not run before it"):
         layer.run(None, None, None)  # type: ignore[arg-type]
 

@@ -52,8 +52,8 @@ class PackedLayer:
         self.calibration: str | None = None
         """The digest of all layers' constants."""
         self.damage = Damage(name, export)
-        self.readers = 0
-        """Layers that share the caches."""
+        self.readers: list[Callable[[PageFormat], None]] = []
+        """What layers that share the caches do when the format gets constants."""
         self.shared: Caches | None = None
         """The caches in this step, for these layers."""
 
@@ -107,6 +107,8 @@ class PackedLayer:
             raise RuntimeError(f"{self.name} has no step to repeat")
         self.fmt, self.calibration = self.fmt.with_constants(constants), digest
         self.step = self.step_for(self.fmt)
+        for bind in self.readers:
+            bind(self.fmt)
 
     def run(
         self,
@@ -119,7 +121,9 @@ class PackedLayer:
     ) -> None:
         """`kv_cache` is vLLM's (blocks, H, 1, record bytes)."""
         sinks = None if self.sinks is None else self.sinks.blocks
-        caches = Caches(kv_cache.view(torch.uint8).flatten(2), self.sidecar.blocks, sinks, self.learned, self.readers)
+        caches = Caches(
+            kv_cache.view(torch.uint8).flatten(2), self.sidecar.blocks, sinks, self.learned, len(self.readers)
+        )
         self.shared = caches if self.readers else None
         try:
             self.damage.count(self.step.run(batch, caches, query, key, value, output))

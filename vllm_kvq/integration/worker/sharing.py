@@ -7,10 +7,13 @@ the last one has read it (`kernels.step.Step.share`). Layers with a sliding wind
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_kvq.formats import PageFormat
 from vllm_kvq.integration.plan.model.layers import Layers
 from vllm_kvq.integration.plan.served import Served
 from vllm_kvq.integration.worker.layer import PackedLayer, step_of
@@ -24,16 +27,22 @@ if TYPE_CHECKING:
 class SharingLayer:
     """One layer without a cache of its own."""
 
-    def __init__(self, name: str, target: PackedLayer, step: Step) -> None:
-        self.name, self.target, self.step = name, target, step
-        target.readers += 1
+    def __init__(self, name: str, target: PackedLayer, step_for: Callable[[PageFormat], Step]) -> None:
+        """`step_for`: the step that reads pages of this format."""
+        self.name, self.target, self.step_for = name, target, step_for
+        self.bind(target.fmt)
+        target.readers.append(self.bind)
 
     @classmethod
     def create(
         cls, name: str, target: PackedLayer, scale: float, vllm_config: VllmConfig, served: Served, cap: float
     ) -> SharingLayer:
-        slots = target.sidecar.slots_geometry
-        return cls(name, target, step_of(target.fmt, slots, scale, vllm_config, served.path, cap=cap))
+        slots, path = target.sidecar.slots_geometry, served.path
+        step = functools.partial(step_of, slots=slots, scale=scale, vllm_config=vllm_config, path=path, cap=cap)
+        return cls(name, target, step)
+
+    def bind(self, fmt: PageFormat) -> None:
+        self.step = self.step_for(fmt)
 
     def run(self, batch: StepBatch, query: torch.Tensor, output: torch.Tensor) -> None:
         caches = self.target.shared

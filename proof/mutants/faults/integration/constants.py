@@ -66,6 +66,14 @@ FAULTS: tuple[Fault, ...] = (
         f"{CALIBRATION} -k later_start",
     ),
     Fault(
+        "layers that share a cache read it without constants",
+        "vllm_kvq/integration/worker/layer.py::PackedLayer.calibrate",
+        "in self.readers",
+        "in ()",
+        "tests/models/kinds/test_traffic.py -k 'random_traffic and Gemma-3n and klt3'",
+        slow=True,
+    ),
+    Fault(
         "ranks with copies of a head are not summed up",
         f"{FITTING}::_Ranks.joined",
         "sum(of_ranks[i + 1 : i + self.copies], of_ranks[i])",
