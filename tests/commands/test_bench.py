@@ -13,16 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvq.bench import slow
+from vllm_kvq.bench import slow, steps
 from vllm_kvq.bench.models.random_model import random_model
 from vllm_kvq.bench.servers import serve
-from vllm_kvq.bench.steps import Shape
+from vllm_kvq.bench.steps import Shape, kvq_candidate
 from vllm_kvq.bench.timing import copy_bandwidth, slopes
 from vllm_kvq.bench.vllm_build import no_fp8
 from vllm_kvq.cli.bench import attention
 from vllm_kvq.cli.bench import prefill as prefill_command
 from vllm_kvq.cli.bench import serve as serve_command
 from vllm_kvq.cli.bench import slow as slow_command
+from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.table import public_formats
 from vllm_kvq.kernels.cpu.processor import processor_name
 
@@ -158,3 +159,23 @@ def test_serve_compares_two_real_servers(
     assert "kvq: format" not in (tmp_path / "bench-bf16.log").read_text()
     page = (tmp_path / "report.html").read_text()
     assert all(f">{text}<" in page for cell in cells for text in cell)
+
+
+class Seen(list[PageFormat]):
+    """Kernels that only note what they are called with."""
+
+    def attend_step(self, fmt: PageFormat, *rest: object) -> bool:
+        self.append(fmt)
+        return True
+
+
+@pytest.mark.parametrize("name", ["klt3", "qjl3"])
+def test_each_cache_that_is_read_in_turn_is_another_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With constants or a sketch of its own, which a step has to read from memory, too."""
+    seen = Seen()
+    monkeypatch.setattr(steps, "kernels_for", lambda *asked: seen)
+    for step in kvq_candidate(Shape(256, 1, 2, 1, 64, 128, rotate=2), name).steps:
+        step()
+    one, other = seen
+    assert one.keys is not other.keys
+    assert (one.geometry.layer, other.geometry.layer) == (0, 1)
