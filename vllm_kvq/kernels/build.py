@@ -46,10 +46,12 @@ FLAGS = [
 ]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
+_VNNI = [*_AVX512, "-mavx512vnni", "-mavx512vbmi", "-mavx512bf16"]  # bf16: only called where present
 ISA_FLAGS = {
     "avx2": _AVX2,
     "avx512bw": _AVX512,
-    "avx512": [*_AVX512, "-mavx512vnni", "-mavx512vbmi", "-mavx512bf16"],  # bf16: only called where present
+    "avx512": _VNNI,
+    "amx": [*_VNNI, "-mamx-tile", "-mamx-bf16"],
 }
 """Flags by the name of a source: library/avx2.cpp, ..."""
 

@@ -54,10 +54,11 @@ class Driver {
         list_(a.packed.list),
         l_(a.packed.layout),
         kernels_(isa(a.team.isa).attend),
+        many_kernel_(many_kernel(a.team.isa, a.query_dtype)),
         d_((a.head_size + SLAB - 1) / SLAB * SLAB),
         group_(a.query_heads / a.heads),
         rows_(a.queries * group_),
-        many_(list_.count && rows_ >= kernels_.many.rows(l_)),
+        many_(list_.count && rows_ >= many_kernel_.rows(l_)),
         block_rows_(many_ || !list_.count ? even_blocks() : ROWS) {}
 
   void run() {
@@ -148,10 +149,10 @@ class Driver {
     return (request * a_.queries + r / group_) * a_.query_heads + head * group_ + r % group_;
   }
 
-  void read_query(int64_t request, int64_t head, int64_t r, float* to) const {
+  // Times `factor`.
+  void read_query(int64_t request, int64_t head, int64_t r, float factor, float* to) const {
     const int64_t at = request * a_.query_strides[0] + r / group_ * a_.query_strides[1] +
                        (head * group_ + r % group_) * a_.query_strides[2];
-    const float factor = a_.scores.scale * LOG2_E;
     for (int64_t c = 0; c < l_.head_size; ++c) {
       float x;
       if (a_.query_dtype == Dtype::f32)
@@ -167,6 +168,8 @@ class Driver {
     std::fill(to + l_.head_size, to + l_.d, 0.0f);
   }
 
+  float unit() const { return a_.scores.scale * LOG2_E; }
+
   // The features of all shares, each with room for the rows of the longest. Several shares at once if all heads have the
   // same S (QJL): a float of it then meets more rows while it is in a register.
   void project_queries() {
@@ -181,7 +184,7 @@ class Driver {
       float* query = reinterpret_cast<float*>(scratch.reserve(4 * rows * l_.d));
       for (int64_t r = 0; r < rows; ++r) {
         const Share& s = shares_[first + r / share_rows()];
-        read_query(s.request, s.head, s.row + std::min(r % share_rows(), s.rows - 1), query + r * l_.d);
+        read_query(s.request, s.head, s.row + std::min(r % share_rows(), s.rows - 1), unit(), query + r * l_.d);
       }
       kernels_.project(l_, of_head(p_.constants, l_, shares_[first].head), query, int(rows), features_of(first));
     });
@@ -213,9 +216,10 @@ class Driver {
   void pages(const Piece& piece, const Share& share, float* out) const {
     thread_local Scratch scratch;
     const int rows = int(share.rows);
-    const KeyKernel keys = kernels_.keys(l_, rows);
-    const ValueKernel values = kernels_.values(l_, rows);
-    const size_t key_bytes = many_ ? kernels_.many.work_bytes(l_) : keys.work_bytes(l_);
+    const KeyKernel keys = many_ ? KeyKernel{} : kernels_.keys(l_, rows);
+    const ValueKernel values = many_ ? ValueKernel{} : kernels_.values(l_, rows);
+    const size_t key_bytes = many_ ? many_kernel_.work_bytes(l_, rows) : keys.work_bytes(l_);
+    const bool scaled = !many_ || many_kernel_.scaled;
     const size_t value_bytes = many_ ? 0 : values.work_bytes(l_);
     char* memory = scratch.reserve(key_bytes + value_bytes + 4 * (block_rows_ * l_.d + ROWS * BLOCK));
     float* query = reinterpret_cast<float*>(memory + key_bytes + value_bytes);
@@ -224,13 +228,15 @@ class Driver {
     int next = slabs.take(ahead);
     // no kernel has prefetched the first block
     Prefetch{nullptr, nullptr, ahead, ahead + next, l_.slab_bytes}.everything();
-    for (int r = 0; r < rows; ++r) read_query(share.request, share.head, share.row + r, query + r * l_.d);
+    for (int r = 0; r < rows; ++r)
+      read_query(share.request, share.head, share.row + r, scaled ? unit() : 1.0f, query + r * l_.d);
 
     const Constants constants = of_head(p_.constants, l_, share.head);
     Task task{};
     task.layout = &l_;
     task.constants = &constants;
     task.rows = rows;
+    task.unit = scaled ? 1.0f : unit();
     task.cap = a_.scores.cap * LOG2_E;
     task.query = query;
     task.features = features_of(piece.share);
@@ -244,12 +250,12 @@ class Driver {
     std::fill(task.top, task.total, -1e30f);
     std::fill(task.total, task.total + rows, 0.0f);
 
-    if (!many_) keys.begin(task);
+    many_ ? many_kernel_.begin(task) : keys.begin(task);
     while (int count = next) {
       std::copy_n(ahead, count, block);
       next = slabs.take(ahead);
       if (many_) {
-        kernels_.many.attend(task, block, count);
+        many_kernel_.attend(task, block, count);
         continue;
       }
       task.prefetch = {nullptr, nullptr, ahead, ahead + next, l_.slab_bytes};
@@ -347,6 +353,7 @@ class Driver {
   const PageList& list_;
   const Layout& l_;
   const AttendKernels& kernels_;
+  const ManyKernel& many_kernel_;
   const int64_t d_, group_, rows_;
   const bool many_;
   const int64_t block_rows_;

@@ -78,6 +78,7 @@ struct Task {
   const Layout* layout;
   const Constants* constants;
   int rows;
+  float unit;             // scale * log2(e) if queries are not premultiplied (ManyKernel), else 1
   float cap;              // the soft cap of scores, times log2(e); 0: none
   const float* query;     // [rows][d]
   const float* features;  // of QJL and of transformed keys, [rows][projected]
@@ -136,8 +137,10 @@ struct RawTask {
 // for ROWS of them, and key_work has work_bytes.
 struct ManyKernel {
   int64_t (*rows)(const Layout&);
-  size_t (*work_bytes)(const Layout&);
+  size_t (*work_bytes)(const Layout&, int64_t rows);
+  void (*begin)(Task&);
   void (*attend)(Task&, const Slab*, int count);
+  bool scaled;  // queries come premultiplied, as elsewhere; else as they are, and Task.unit is left to the kernel
 };
 
 // Attention as one instruction set does it (isa.h). `keys` and `values` always find a kernel.

@@ -60,6 +60,10 @@ struct Isa {
 extern const Isa portable_isa;
 #if defined(__x86_64__)
 extern const Isa avx2_isa, avx512bw_isa, avx512_isa;
+
+// Products of tiles of bf16 numbers (library/amx.cpp), in addition to has_bf16. The first call asks Linux for them.
+bool has_amx();
+extern const ManyKernel amx_many;
 #endif
 
 #if defined(__x86_64__)
@@ -76,6 +80,23 @@ inline const Isa& isa(int level) {
 #endif
   (void)level;
   return portable_isa;
+}
+
+inline bool has_tiles(int level) {
+#if defined(__x86_64__)
+  return level == 3 && has_bf16() && has_amx();
+#else
+  return level < 0;
+#endif
+}
+
+// For queries of this type: tiles take bf16 numbers only.
+inline const ManyKernel& many_kernel(int level, Dtype query) {
+#if defined(__x86_64__)
+  if (query == Dtype::bf16 && has_tiles(level)) return amx_many;
+#endif
+  (void)query;
+  return isa(level).attend.many;
 }
 
 }  // namespace kvq

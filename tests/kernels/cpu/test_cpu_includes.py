@@ -12,6 +12,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("library",),
     ("step",),
     ("attend",),
+    ("attend/amx",),
     ("attend/avx2", "attend/vnni"),
     ("attend/integer",),
     ("attend/float32",),

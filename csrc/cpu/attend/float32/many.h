@@ -33,13 +33,27 @@ inline size_t sketch_floats(const Layout& l) {
   return size_t(l.sketch_rows > outer ? l.sketch_rows : outer) * SLAB;
 }
 
-inline size_t many_bytes(const Layout& l) {
+// Any format's k[c][t] of a slab, with `tables` behind it: slab_floats(l) numbers.
+inline size_t slab_floats(const Layout& l) {
   size_t tables = 0;
   if (l.keys == Keys::sketch) tables = sketch_floats(l);
   if (l.keys == Keys::polar) tables = polar_floats(l);
   if (l.keys == Keys::transformed) tables = size_t(l.d) * SLAB;
-  return align64(4 * (2 * size_t(l.d) * BLOCK + size_t(l.d) * SLAB + tables));
+  return size_t(l.d) * SLAB + tables;
 }
+
+inline void unpack_any_keys(Task& task, const Slab& slab, float* tables, float* k) {
+  const Layout& l = *task.layout;
+  if (l.keys == Keys::sketch) return rebuild_sketched(l, *task.constants, slab, tables, k);
+  if (l.keys == Keys::transformed) return rebuild_transformed(l, *task.constants, slab, tables, k);
+  unpack_keys(task, slab, tables, k);
+}
+
+inline size_t many_bytes(const Layout& l, int64_t) {
+  return align64(4 * (2 * size_t(l.d) * BLOCK + slab_floats(l)));
+}
+
+inline void begin_many(Task&) {}
 
 // The values of slab `s` of a block, by panels of 32 channels: whole rows would lie a power of two apart, where a cache
 // has few places. Tokens that are not attended have weight 0 but may be NaN, so they are left out.
@@ -60,12 +74,7 @@ inline void many(Task& task, const Slab* slabs, int count) {
   float* k = reinterpret_cast<float*>(task.key_work);
   float *v = k + d * BLOCK, *rows = v + d * BLOCK, *tables = rows + d * SLAB;
   for (int s = 0; s < count; ++s) {
-    if (l.keys == Keys::sketch)
-      rebuild_sketched(l, *task.constants, slabs[s], tables, k + s * d * SLAB);
-    else if (l.keys == Keys::transformed)
-      rebuild_transformed(l, *task.constants, slabs[s], tables, k + s * d * SLAB);
-    else
-      unpack_keys(task, slabs[s], tables, k + s * d * SLAB);
+    unpack_any_keys(task, slabs[s], tables, k + s * d * SLAB);
     unpack_value_panels(l, slabs[s], s, rows, v);
   }
   Task part = task;

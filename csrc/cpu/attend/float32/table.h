@@ -37,7 +37,7 @@ inline int64_t many_rows(const Layout& l) {
 
 inline int64_t never(const Layout&) { return INT64_MAX; }
 
-constexpr kvq::ManyKernel many_kernel = {many_rows, many_bytes, many};
+constexpr kvq::ManyKernel many_kernel = {many_rows, many_bytes, begin_many, many, true};
 
 }  // namespace float32
 }  // namespace

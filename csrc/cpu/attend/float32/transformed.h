@@ -30,18 +30,23 @@ inline void project_transformed(const Layout& l, const Constants& constants, con
   }
 }
 
-// What a slab's codes say: scale (code - most / 2), [d][32].
-inline void unpack_transformed(const Layout& l, const Constants& constants, const Slab& slab, float* level) {
+// A slab's code - most / 2, [d][32].
+inline void unpack_levels(const Layout& l, const Constants& constants, const Slab& slab, float* level) {
   const int32_t *channel = constants.places, *shift = channel + l.slots;
   const float* most = constants.channels + 2 * l.d;
-  float scale[SLAB];
-  read_halves(slab.data + l.k_scale, SLAB, scale);
   for (int64_t c = 0; c < l.d; ++c)
     for (int t = 0; t < SLAB; t += LANES) store(level + c * SLAB + t, splat(-0.5f * most[c]));
   unpack_key_codes(slab.data + l.k_codes, int(l.slots), 2, [&](int slot, int t, Ints digit) {
     float* at = level + channel[slot] * SLAB + t;
     store(at, load(at) + to_floats(digit << shift[slot]));
   });
+}
+
+// What a slab's codes say: scale (code - most / 2), [d][32].
+inline void unpack_transformed(const Layout& l, const Constants& constants, const Slab& slab, float* level) {
+  float scale[SLAB];
+  read_halves(slab.data + l.k_scale, SLAB, scale);
+  unpack_levels(l, constants, slab, level);
   for (int64_t c = 0; c < l.d; ++c)
     for (int t = 0; t < SLAB; t += LANES) store(level + c * SLAB + t, load(level + c * SLAB + t) * load(scale + t));
 }
@@ -54,12 +59,18 @@ inline void repeat_phases(const Layout& l, const Constants& constants, const Sla
     for (int t = 0; t < SLAB; t += LANES) store(to + i * SLAB + t, splat(e[i]));
 }
 
+// The mean of a slab's keys, [d].
+inline void slab_mean(const Layout& l, const Constants& constants, const Slab& slab, float* mean) {
+  float e[LARGEST_HEAD];
+  turned(l, turn_of(l, constants, slab.page, slab.nth), e);
+  turned_mean(l, constants, e, mean);
+}
+
 // k[c][t] of a slab; `work` has [d][32].
 inline void rebuild_transformed(const Layout& l, const Constants& constants, const Slab& slab, float* work, float* k) {
   const int64_t d = l.d;
-  float e[LARGEST_HEAD], mean[LARGEST_HEAD];
-  turned(l, turn_of(l, constants, slab.page, slab.nth), e);
-  turned_mean(l, constants, e, mean);
+  float mean[LARGEST_HEAD];
+  slab_mean(l, constants, slab, mean);
   for (int64_t c = 0; c < d; ++c)
     for (int t = 0; t < SLAB; t += LANES) store(k + c * SLAB + t, splat(mean[c]));
   unpack_transformed(l, constants, slab, work);

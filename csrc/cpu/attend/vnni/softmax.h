@@ -1,4 +1,4 @@
-//     m' = max(m, max S),  P = 2^(S - m'),  l = l 2^(m - m') + sum P,  O = O 2^(m - m')
+//     m' = max(m, u max S),  P = 2^(u S - m'),  l = l 2^(m - m') + sum P,  O = O 2^(m - m')          u: Task.unit
 //
 // The running softmax of a block of slabs (see dispatch/attend_kernels.h).
 #pragma once
@@ -30,9 +30,9 @@ inline void attended_tokens(const Slab* slabs, int count, __mmask16* masks) {
   }
 }
 
-// R rows; beyond a shorter block's end nothing is attended, so weights there are 0.
-template <int R>
-KVQ_INLINE void softmax_tile(Task& task, int row, const __mmask16* attended) {
+// R rows; keep(row, token, weights of 32 tokens). Beyond a shorter block's end nothing is attended, so weights are 0.
+template <int R, class Keep>
+KVQ_INLINE void softmax_tile(Task& task, int row, const __mmask16* attended, Keep keep) {
   constexpr int WIDTH = BLOCK / 16;
   float* scores = task.scores + row * BLOCK;
   __m512 best[4];
@@ -43,22 +43,26 @@ KVQ_INLINE void softmax_tile(Task& task, int row, const __mmask16* attended) {
     });
   });
   alignas(16) float tops[4], totals[4];
-  _mm_store_ps(tops, reduce4<Max>(best));
+  _mm_store_ps(tops, _mm_mul_ps(reduce4<Max>(best), _mm_set1_ps(task.unit)));
   bool rising = false;
   unroll<R>([&](auto r) KVQ_LAMBDA {
     const float old = task.top[row + r];
     rising |= tops[r] > old;
     tops[r] = tops[r] > old ? tops[r] : old;
   });
+  const __m512 unit = _mm512_set1_ps(task.unit);
   __m512 total[4];
   unroll<4>([&](auto r) KVQ_LAMBDA { total[r] = _mm512_setzero_ps(); });
   unroll<R>([&](auto r) KVQ_LAMBDA {
     const __m512 top = _mm512_set1_ps(tops[r]);
-    unroll<WIDTH>([&](auto i) KVQ_LAMBDA {
-      float* at = scores + r * BLOCK + i * 16;
-      const __m512 p = exp2(_mm512_sub_ps(_mm512_load_ps(at), top), attended[i]);
-      _mm512_store_ps(at, p);
-      total[r] = _mm512_add_ps(total[r], p);
+    unroll<BLOCK / SLAB>([&](auto s) KVQ_LAMBDA {
+      __m512 p[2];
+      unroll<2>([&](auto i) KVQ_LAMBDA {
+        const __m512 x = _mm512_load_ps(scores + r * BLOCK + s * SLAB + i * 16);
+        p[i] = exp2(_mm512_fmsub_ps(x, unit, top), attended[2 * s + i]);
+        total[r] = _mm512_add_ps(total[r], p[i]);
+      });
+      keep(row + r, s * SLAB, p);
     });
   });
   _mm_store_ps(totals, reduce4<Add>(total));
@@ -78,10 +82,19 @@ KVQ_INLINE void softmax_tile(Task& task, int row, const __mmask16* attended) {
   for (int r = 0; r < R; ++r) task.total[row + r] += totals[r];
 }
 
-inline void softmax(Task& task, const Slab* slabs, int count) {
+template <class Keep>
+KVQ_INLINE void softmax(Task& task, const Slab* slabs, int count, Keep keep) {
   __mmask16 attended[BLOCK / 16] = {};
   attended_tokens(slabs, count, attended);
-  row_tiles(task.rows, [&](auto r, int row) { softmax_tile<decltype(r)::value>(task, row, attended); });
+  row_tiles(task.rows, [&](auto r, int row) { softmax_tile<decltype(r)::value>(task, row, attended, keep); });
+}
+
+inline void softmax(Task& task, const Slab* slabs, int count) {
+  softmax(task, slabs, count, [&](int row, int token, const __m512(&p)[2]) KVQ_LAMBDA {
+    float* to = task.scores + row * BLOCK + token;
+    _mm512_store_ps(to, p[0]);
+    _mm512_store_ps(to + 16, p[1]);
+  });
 }
 
 }  // namespace integer
