@@ -72,6 +72,10 @@ ALL = (
 """With --all: hours."""
 
 
+EXCEPTION = re.compile(r"([a-z_]\w*\.)*[A-Z]\w*(Error|Exception|Failed|Exit|Interrupt|Warning)(: |$)")
+"""As the last line of a traceback says it."""
+
+
 @dataclass(frozen=True)
 class Failure:
     test: str
@@ -80,10 +84,11 @@ class Failure:
 
     @property
     def reason(self) -> str:
-        """The line of an exception in the words of the test, or the first line."""
+        """The last exception of the test's traceback, which is its engine's if that failed; else the first line."""
         lines = [line.strip() for line in self.text.splitlines() if line.strip()]
         errors = [line.removeprefix("E").strip() for line in lines if line.startswith("E  ")]
-        return without_paths((errors or lines or ["nothing was said"])[0])[:200]
+        exceptions = [line for line in errors if EXCEPTION.match(line)]
+        return without_paths((exceptions[-1:] or errors or lines or ["nothing was said"])[0])[:200]
 
 
 def without_paths(text: str) -> str:

@@ -136,6 +136,16 @@ def test_a_page_has_no_path_of_a_machine() -> None:
     assert groups.Failure("x", f"E  {said}").reason == groups.without_paths(said)
 
 
+def test_an_engines_own_error_is_the_reason() -> None:
+    told = (
+        "proof.EngineFailed: of a traceback",
+        "Traceback (most recent call last):",
+        "NotImplementedError: no 'Float'",
+    )
+    text = "\n".join(f"E   {line}" for line in told) + "\nproof/engines.py:85: EngineFailed"
+    assert groups.Failure("x", text).reason == "TypeError: no 'Float'"
+
+
 def test_every_group_has_tests() -> None:
     """pytest refuses names that do not exist."""
     words = [word for group in groups.GROUPS for word in group.tests]
