@@ -245,7 +245,7 @@ def test_kernels_that_answer_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_constants_are_fitted_to_other_tokens() -> None:
     """Those that are packed would make the errors of calibrated formats look smaller than they are."""
     trial = Trial.of(FORMATS["klt3"], 64)
-    own = trial.page.calibrated_on(Calibration(trial.query, trial.key, trial.value))
+    own = trial.page.calibrated_on(Calibration(trial.query, trial.key, trial.value, trial.page.geometry.rope))
     assert own.geometry.constants is not None
     assert trial.page.geometry.constants is not None
     assert not torch.equal(own.geometry.constants.keys, trial.page.geometry.constants.keys)
