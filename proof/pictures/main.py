@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from proof.pictures import capacity, generated, given, gpu, hit, in_flight, page, quality, recording, speed, transform
+from proof.pictures import recording
+from proof.pictures.explained import hit, page, transform
+from proof.pictures.kl import generated, given, quality
+from proof.pictures.speeds import capacity, gpu, in_flight, speed
 from vllm_kvq.cli.logs import be_quiet
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"

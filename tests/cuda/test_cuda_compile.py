@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from proof.tables import compile_cuda, compile_table
+from proof.tables.gpu import compile_cuda, compile_table
 from vllm_kvq.kernels import build
 from vllm_kvq.kernels.gpu import build as build_cuda
 

@@ -12,10 +12,12 @@ from types import ModuleType, SimpleNamespace
 import pages
 import pytest
 
-from proof.pictures import bars, capacity, gpu, hit, in_flight, measured, page, quality, speed
 from proof.pictures.canvas import fingerprint
+from proof.pictures.explained import hit, page
+from proof.pictures.explained.page import bound
+from proof.pictures.kl import measured, quality
 from proof.pictures.main import FOLDER, PICTURES, RECORDING, file_name, main
-from proof.pictures.page import bound
+from proof.pictures.speeds import bars, capacity, gpu, in_flight, speed
 from vllm_kvq import console
 from vllm_kvq.cli.bench import capacity as capacity_command
 from vllm_kvq.cli.check.every import HEAD, notes, ranked

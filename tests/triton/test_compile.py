@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from proof.tables import attended
-from proof.tables.compile_table import limit
+from proof.tables.gpu.compile_table import limit
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.kernels.gpu.triton.layout import constants
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from proof.pictures.capacity import SHAPE
+from proof.pictures.speeds.capacity import SHAPE
 from vllm_kvq.eval.choice import choices
 from vllm_kvq.formats.table import suite
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from proof.tables import attended, pipes, roofline
-from proof.tables.roofline import CHIPS, Chip, Count
+from proof.tables import attended
+from proof.tables.gpu import pipes, roofline
+from proof.tables.gpu.roofline import CHIPS, Chip, Count
 from vllm_kvq.formats.table import public_formats
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from proof.pictures import transform
-from proof.tables import spectrum
-from proof.tables.fitted import fitted
-from proof.tables.spectrum import BITS, SINKS, Head, measured, middle, squares, write
+from proof.pictures.explained import transform
+from proof.tables.transformed import spectrum
+from proof.tables.transformed.fitted import fitted
+from proof.tables.transformed.spectrum import BITS, SINKS, Head, measured, middle, squares, write
 from vllm_kvq.eval.heads.capture import Captured, Layer
 from vllm_kvq.formats.constants import grouped
 from vllm_kvq.formats.parts.rope import Rope

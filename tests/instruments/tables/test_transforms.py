@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from proof.tables.transforms import ROWS, Row, alike, documentation, first, in_sixteens
+from proof.tables.transformed.transforms import ROWS, Row, alike, documentation, first, in_sixteens
 from vllm_kvq.eval.heads.capture import Captured, Layer
 from vllm_kvq.formats.methods import klt
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from proof.kernels.cubin import one_kernel
-from proof.tables.sass import read_cubin, shortest_cycle
+from proof.tables.gpu.sass import read_cubin, shortest_cycle
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from proof.pictures.canvas import label, picture
-from proof.tables.spectrum import BITS, CHANNELS, HEADS, Channel, Head, middle
+from proof.tables.transformed.spectrum import BITS, CHANNELS, HEADS, Channel, Head, middle
 from vllm_kvq.naming import OTHERS, OURS
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 MODEL = "SmolLM2-135M"
 SHADES = {0: "#c9ccd2", 2: "#a8c4e2", 4: "#5b8fc7", 6: "#1a4a80"}
 """Colours by a channel's bits."""

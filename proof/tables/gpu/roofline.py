@@ -20,10 +20,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from proof.tables import attended, pipes
+from proof.tables import attended
 from proof.tables.attended import HEAD, PAGE
+from proof.tables.gpu import pipes
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 COUNTS = ROOT / "docs" / "results" / "gpu-pipes.csv"
 RIVALS = {"bf16": 4.0 * HEAD, "fp8": 2.0 * HEAD}
 """Bytes of a token."""
@@ -99,7 +100,7 @@ class Count:
 
 def counted(targets: Sequence[int]) -> Iterator[Count]:
     """From kernels that are compiled now."""
-    from proof.tables import compile_cuda, compile_table
+    from proof.tables.gpu import compile_cuda, compile_table
 
     for target in targets:
         for variant in compile_table.attend_variants(target):

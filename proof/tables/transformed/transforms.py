@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 
-from proof.tables.fitted import fitted
+from proof.tables.transformed.fitted import fitted
 from vllm_kvq import console
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.constants import calibration_texts

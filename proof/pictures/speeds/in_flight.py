@@ -11,7 +11,7 @@ from pathlib import Path
 from proof.pictures.canvas import picture
 from vllm_kvq.bench import figures
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 LOADS = {
     "capacity-qwen2.5-0.5b-512.csv": "32 requests of 512 + 512 tokens, 64 MiB of cache",
     "capacity-qwen2.5-0.5b-4096.csv": "8 requests of 4096 + 200 tokens, 160 MiB of cache",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from proof.pictures import measured
+from proof.pictures.kl import measured
 
 METRIC = "kl"
 MODELS = ("outliers", "demo")

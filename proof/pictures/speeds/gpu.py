@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from proof.pictures import bars
 from proof.pictures.canvas import picture
+from proof.pictures.speeds import bars
 from vllm_kvq.bench.gpu.decode import bf16_bytes
 from vllm_kvq.bench.gpu.kept import Kept
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "gpu-nvidia-h200.csv"
+RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results" / "gpu-nvidia-h200.csv"
 DEVICE = "NVIDIA H200"
 BATCHES = {1: "one request", 64: "64 requests"}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from proof.pictures.canvas import picture
-from proof.pictures.page import FORMAT, bound
+from proof.pictures.explained.page import FORMAT, bound
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.naming import OTHERS, OURS
 

@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from proof.tables import attended, compile_cuda
-from proof.tables.compile_cuda import CudaVariant
-from proof.tables.sass import longest_loop, read_cubin, shortest_cycle
+from proof.tables import attended
+from proof.tables.gpu import compile_cuda
+from proof.tables.gpu.compile_cuda import CudaVariant
+from proof.tables.gpu.sass import longest_loop, read_cubin, shortest_cycle
 from vllm_kvq.cli.arguments import whole_numbers
 from vllm_kvq.kernels.gpu import build as build_cuda
 

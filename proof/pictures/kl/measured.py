@@ -15,7 +15,7 @@ from vllm_kvq.eval.results.result import Estimate, Row
 from vllm_kvq.formats.table import PLAIN
 from vllm_kvq.naming import name_points
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "quality"
+RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results" / "quality"
 
 
 def rows(name: str, metric: str, task: str = "text") -> list[Row]:

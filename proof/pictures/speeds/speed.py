@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from proof.pictures import bars
 from proof.pictures.canvas import picture
+from proof.pictures.speeds import bars
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 PROCESSORS = {
     "cpu-attention-zen3.csv": "AMD EPYC (Zen 3, AVX2)",
     "cpu-attention-zen4.csv": "AMD EPYC (Zen 4, AVX-512 with VNNI)",

@@ -1,0 +1,1 @@
+"""KL divergence against bits, from recorded evaluations."""

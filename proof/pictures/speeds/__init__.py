@@ -1,0 +1,1 @@
+"""Speed and capacity, from recorded benchmarks and the formats' bytes."""

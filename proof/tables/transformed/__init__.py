@@ -1,0 +1,1 @@
+"""What transform coding gains, on real models."""
