@@ -13,6 +13,7 @@ import torch
 from cpu_fuzzing import IN_CPP
 from test_cpu_attend import case, packed_pages, reference
 
+from vllm_kvq.formats.parts.planes import SLAB
 from vllm_kvq.kernels.build import EXTRA_FLAGS
 from vllm_kvq.kernels.cpu import attend as cpu
 from vllm_kvq.kernels.cpu import call
@@ -114,3 +115,18 @@ def test_which_queries_meet_tiles(q: int, dtype: str, rounded: bool) -> None:
     query = query.to(getattr(torch, dtype))
     found = [cpu.attend_packed(fmt, x, *rest)[0] for x in (query, query.float())]
     assert (not torch.equal(*found)) == rounded
+
+
+@pytest.mark.usefixtures("tiles")
+def test_what_is_not_attended_may_be_nan() -> None:
+    """Times 0 it would still be NaN. Other formats' scales are never read as NaN."""
+    fmt, (query, pool, listed, *rest), _ = case("lossless", 64, 4, 64, (50,), 100, 1, 3, 0, torch.bfloat16, ())
+    before = cpu.attend_packed(fmt, query.bfloat16(), pool, listed, *rest)
+    (field,) = (at for at, f in zip(fmt.slab_region.offsets, fmt.slab_region.fields, strict=True) if f.name == "v_raw")
+    pool = pool.clone()
+    slabs = pool[1:, :, fmt.slabs_at :].unflatten(-1, (fmt.slabs, -1))
+    values = slabs[..., field : field + SLAB * 64 * 2].unflatten(-1, (SLAB, -1))
+    values[:, :, 0, :3] = 0xFF
+    values[:, :, 1, 50 - SLAB :] = 0xFF
+    for x, y in zip(cpu.attend_packed(fmt, query.bfloat16(), pool, listed, *rest), before, strict=True):
+        assert torch.equal(x, y)
