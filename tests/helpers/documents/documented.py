@@ -32,6 +32,7 @@ FUZZ, FUZZER = (
 )
 RESIDUES = "tests/engine/fuzz/test_residues.py::test_some_lengths"
 SOAK = "tests/instruments/soak/test_soak_command.py::test_the_command_passes"
+MUTANTS = "tests/instruments/mutants/test_mutants.py::test_the_command"
 LONG = "tests/instruments/test_long.py::test_prompts"
 CLIENTS = "tests/instruments/test_clients.py::test_a_right_server_passes_every_case"
 PTX = "tests/ptx/test_kernels.py::test_triton_kernels"
@@ -124,6 +125,7 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
         "python -m proof compile": Account("tests/triton/test_compile.py::test_no_spills_and_few_instructions", 2),
     },
     "docs/results/long.md": {"python -m proof long": Account(LONG)},
+    "docs/results/mutants.md": {"python -m proof mutants": Account(MUTANTS)},
     "docs/results/residues.md": {"python -m proof residues": Account(RESIDUES)},
     "docs/scaling.md": {
         "python examples/ray_batch.py": Account(
@@ -137,7 +139,7 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
         "KVQ_WEIGHTS=.weights make test": Account("it needs real models, which it downloads"),
         "make fuzz": Account(FUZZ),
         "make soak": Account(SOAK),
-        "make mutants": Account("tests/instruments/mutants/test_mutants.py::test_the_command"),
+        "make mutants": Account(MUTANTS),
         "python -m proof fuzz --requests": Account(f"{FUZZER}::test_a_session_of_so_many_requests"),
         "python -m proof fuzz --seed": Account(FUZZ),
         "python -m proof fuzz --replay": Account(f"{FUZZER}::test_replay"),
