@@ -163,8 +163,8 @@ def page(chosen: Sequence[Fault], outcome: Outcome, found: str) -> str:
     everything = any(fault.slow for fault in chosen)
     left_out = "" if everything else "\nThose that compile C++ or start engines, a minute and more each, were left out."
     planted = Counter(map(folder_of, chosen))
-    rows = [f"    {'planted in':24} {'faults':>6} {'caught':>6}"]
-    rows += [f"    {folder:24} {planted[folder]:6} {outcome.noticed_in[folder]:6}" for folder in sorted(planted)]
+    rows = [f"{'planted in':24} {'faults':>6} {'caught':>6}"]
+    rows += [f"{folder:24} {planted[folder]:6} {outcome.noticed_in[folder]:6}" for folder in sorted(planted)]
     missed = [f"* survived: {name}" for name in outcome.survived] + [f"* unusable: {name}" for name in outcome.unusable]
     return f"""# Planted faults
 
@@ -176,7 +176,9 @@ the same tests had passed without it ([how it is tested](../testing.md)).{left_o
 {found}
 on {processor_name()}.
 
+```text
 {chr(10).join(rows)}
+```
 {chr(10).join(["", *missed, ""]) if missed else ""}"""
 
 

@@ -220,7 +220,7 @@ def test_the_page(tree: Path) -> None:
     gone = Fault("gone", "double.py", "3 * x", "x", FAULT.tests)
     outcome, _ = planted(tree, ends_with(1), FAULT, triples, gone)
     lines = main.page((FAULT, triples, gone), outcome, "1 caught").splitlines()
-    assert "    .                             3      1" in lines
+    assert ".                             3      1" in lines
     assert [line for line in lines if line.startswith("* ")] == ["* survived: triples", "* unusable: gone"]
     assert "    python -m proof mutants" in lines
     assert any("were left out" in line for line in lines)
