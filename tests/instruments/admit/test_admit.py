@@ -137,11 +137,7 @@ def test_a_page_has_no_path_of_a_machine() -> None:
 
 
 def test_an_engines_own_error_is_the_reason() -> None:
-    told = (
-        "proof.EngineFailed: of a traceback",
-        "Traceback (most recent call last):",
-        "NotImplementedError: no 'Float'",
-    )
+    told = ("proof.EngineFailed: of a traceback", "Traceback (most recent call last):", "TypeError: no 'Float'")
     text = "\n".join(f"E   {line}" for line in told) + "\nproof/engines.py:85: EngineFailed"
     assert groups.Failure("x", text).reason == "TypeError: no 'Float'"
 
