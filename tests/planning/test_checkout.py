@@ -56,6 +56,7 @@ def test_the_folder_is_no_regular_package() -> None:
     assert [Path(place).resolve() for place in ours.__path__] == [ROOT / "triton_kernels"]
 
 
+@pytest.mark.wide
 def test_vllm_finds_what_it_finds_in_an_empty_folder(tmp_path: Path) -> None:
     elsewhere, log = child(WITHOUT_FOLDERS + WHAT_VLLM_FINDS, tmp_path)
     assert MISSES not in log

@@ -16,7 +16,8 @@ import zmq
 
 from vllm_kvq.bench.servers.server import Server, free_port
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.wide]
+"""What an engine publishes is in every run: `tests/models/pool/test_kv_events.py`."""
 FORMAT, MOST = "kitty2", 1024
 Heard = tuple[Server, "zmq.Socket[bytes]"]
 

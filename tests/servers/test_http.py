@@ -1,10 +1,13 @@
-"""Every format over HTTP: the server's tokens are those of the reference."""
+"""Every format over HTTP: the server's tokens are those of the reference, and Ctrl-C leaves nothing behind."""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from pathlib import Path
 
+import psutil
 import pytest
 import traces
 from completions import complete
@@ -28,6 +31,15 @@ def as_result(request: Request, tokens: list[int]) -> Result:
     steps = [[Chunk(f"{request.name}-0", 0, len(request.prompt), pages=pages)]]
     steps += [[Chunk(f"{request.name}-0", len(request.prompt) + i, 1, pages=pages)] for i in range(len(tokens) - 1)]
     return Result({request.name: [tokens]}, {}, steps, 0, (0, 0))
+
+
+def ctrl_c_leaves_nothing(server: Server) -> None:
+    """A terminal sends SIGINT to all processes of the command."""
+    processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+    assert len(processes) > 2
+    os.killpg(server.pid, signal.SIGINT)
+    _, left = psutil.wait_procs(processes, 40)
+    assert not [" ".join(process.cmdline()) for process in left]
 
 
 WIDE = [pytest.param(f.name, marks=pytest.mark.wide) for f in FORMATS.values() if f.public and f.name not in FIRST]
@@ -67,7 +79,7 @@ def test_server_answers_like_the_reference(
         assert capacity.format == name
         # vLLM did not take our folder of that name for the package that it looks for
         assert "triton_kernels" not in server.read_log()
-        assert server.stop() == 0
+        ctrl_c_leaves_nothing(server)
     reference = ReplayModel(str(model), name, N, kernel_error=1e-2 if name == "qjl3" else 1e-3)
     verdict = judge(reference, [Trace((request,))], [as_result(request, tokens)])
     assert not verdict.mismatches

@@ -43,6 +43,8 @@ FLAGS = [
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-Wall",
+    "-Wno-uninitialized",  # g++ 12 says it a thousand times of its own intrinsics
+    "-Wno-maybe-uninitialized",
 ]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]

@@ -33,15 +33,15 @@ KVQ_INLINE void row_tiles(int rows, F&& f) {
   }
 }
 
-// Calls f(stride): a constant if the head size is 64, 128 or 256, so that addresses are constants, too.
-template <class F>
-KVQ_INLINE void by_stride(int64_t stride, F&& f) {
-  switch (stride) {
-    case 16: f(std::integral_constant<int64_t, 16>{}); break;
-    case 32: f(std::integral_constant<int64_t, 32>{}); break;
-    case 64: f(std::integral_constant<int64_t, 64>{}); break;
-    case 128: f(std::integral_constant<int64_t, 128>{}); break;
-    default: f(stride);
+// Calls f(channels of a plane of BITS-bit codes): a constant if the head size is 64, 128 or 256, so that addresses are
+// constants, too.
+template <int BITS, class F>
+KVQ_INLINE void by_stride(int64_t d, F&& f) {
+  switch (d) {
+    case 64: f(std::integral_constant<int64_t, 64 * BITS / 8>{}); break;
+    case 128: f(std::integral_constant<int64_t, 128 * BITS / 8>{}); break;
+    case 256: f(std::integral_constant<int64_t, 256 * BITS / 8>{}); break;
+    default: f(d * BITS / 8);
   }
 }
 

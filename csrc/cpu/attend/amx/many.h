@@ -102,7 +102,7 @@ inline void weigh(Task& task, const Slab* slabs, int count, uint16_t* weights) {
     float32::cap(task.scores, BLOCK, task.rows, count * SLAB, task.cap);
     task.unit = 1;
   }
-  integer::softmax(task, slabs, count, [&](int row, int token, const __m512(&p)[2]) KVQ_LAMBDA {
+  integer::softmax<true>(task, slabs, count, [&](int row, int token, const __m512(&p)[2]) KVQ_LAMBDA {
     store_rounded(weights + row * BLOCK + token, Floats(p[0]), Floats(p[1]));
   });
 }

@@ -26,7 +26,7 @@ struct HybridValues2 {
     row_tiles(task.rows, [&](auto r, int row) {
       constexpr int R = decltype(r)::value;
       weigh<R>(task.scores + row * BLOCK, count, work);
-      by_stride(l.d / 4, [&](auto stride) KVQ_LAMBDA {
+      by_stride<2>(l.d, [&](auto stride) KVQ_LAMBDA {
         for (int s = 0; s < count; ++s)
           for (int c = 0; c < l.d; c += WIDTH * VECTORS<R * PARTS>)
             multiply<R>(l, stride, slabs[s], s, c, work, task.prefetch, task.out + row * l.d + c);

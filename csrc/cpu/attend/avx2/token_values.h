@@ -16,10 +16,10 @@ namespace integer {
 
 using namespace kvq;
 
-template <int BITS, bool SEARCHED = false>
-struct TokenValues {
-  static constexpr int LOW = BITS == 3 ? 2 : BITS;              // bits in v_codes; a third one is in v_high
-  static constexpr float MIDDLE = -0.5f * ((1 << BITS) - 1);  // of the codes
+// What does not depend on whether a token's zero is stored.
+template <int BITS>
+struct TokenProducts {
+  static constexpr int LOW = BITS == 3 ? 2 : BITS;  // bits in v_codes; a third one is in v_high
   static constexpr int GROUPS = LARGEST_HEAD / 32;
   static constexpr int RUN = SUMS<BITS> / (SLAB / 4) < BLOCK_SLABS ? SUMS<BITS> / (SLAB / 4) : BLOCK_SLABS;
   static_assert(RUN >= 1);  // slabs between two widenings
@@ -32,6 +32,72 @@ struct TokenValues {
     float step[4];
     alignas(64) L::Attended attended[BLOCK / WIDTH];
   };
+
+  // WIDTH T channels from c on, R rows; stride: channels of a plane
+  template <int R, class Stride>
+  static __attribute__((noinline)) void multiply(const Layout& l, Stride stride, const Slab* slabs, int count, int c,
+                                                 Work& work, Prefetch& prefetch, float* out) {
+    constexpr int X = R * PARTS, T = VECTORS<X>;
+    const int group = int(c / l.group);
+    const Ints mask = L::all8((1 << LOW) - 1);
+    const auto high_stride = stride / 2;  // of three bits
+    int64_t at[T], high_at[T];
+    Ints shift[T], high_shift[T], sums[R][T];
+    unroll<T>([&](auto t) KVQ_LAMBDA {
+      at[t] = l.v_codes + (c + WIDTH * t) % stride * 4;
+      shift[t] = L::all32(int((c + WIDTH * t) / stride) * LOW);
+      if constexpr (BITS == 3) {
+        high_at[t] = l.v_high + (c + WIDTH * t) % high_stride * 4;
+        high_shift[t] = L::planes(c + WIDTH * t, high_stride);
+      }
+      unroll<R>([&](auto r) KVQ_LAMBDA { sums[r][t] = Ints{}; });
+    });
+    for (int first = 0; first < count; first += RUN) {
+      Ints acc[X][T];
+      clear(acc);
+      for (int s = first; s < first + RUN && s < count; ++s) {
+        const int8_t* weights = work.weights[0][0][group] + s * SLAB;
+        const char* ahead = prefetch.take<2>();  // at once: a branch amid the sums would move them about
+        unroll<SLAB / 4>([&](auto e) KVQ_LAMBDA {
+          Ints code[T];
+          unroll<T>([&](auto t) KVQ_LAMBDA {
+            const Ints bytes = L::load_bytes(slabs[s].data + at[t] + e * stride * 4);
+            code[t] = shift_right(bytes, shift[t]) & mask;
+            if constexpr (BITS == 3) {
+              const Ints high = L::load_plane(slabs[s].data + high_at[t] + e * high_stride * 4, high_stride);
+              code[t] = with_third_bit(code[t], high, high_shift[t]);
+            }
+          });
+          if (e % 4 == 0) __builtin_prefetch(ahead + e / 4 * 64, 0, 3);
+          unroll<X>([&](auto x) KVQ_LAMBDA {
+            constexpr int part = x / R, r = x % R;
+            const Ints b = quad(weights + (part * 4 + r) * GROUPS * BLOCK + e * 4);
+            unroll<T>([&](auto t) KVQ_LAMBDA { dot(acc[x][t], code[t], b); });
+          });
+        });
+      }
+      unroll<R>([&](auto r) KVQ_LAMBDA {
+        unroll<T>([&](auto t) KVQ_LAMBDA {
+          sums[r][t] = add32(sums[r][t], join(acc[r][t], acc[R + r][t]));
+        });
+      });
+    }
+    unroll<R>([&](auto r) KVQ_LAMBDA {
+      const Reals step = L::all(work.step[r]), offset = L::all(work.offset[group][r]);
+      unroll<T>([&](auto t) KVQ_LAMBDA {
+        float* to = out + r * l.d + WIDTH * t;
+        const Reals sum = L::load(to) + offset;
+        store(to, fmadd(to_reals(sums[r][t]), step, sum));
+      });
+    });
+  }
+};
+
+template <int BITS, bool SEARCHED = false>
+struct TokenValues : TokenProducts<BITS> {
+  using Products = TokenProducts<BITS>;
+  using typename Products::Work;
+  static constexpr float MIDDLE = -0.5f * ((1 << BITS) - 1);  // of the codes
 
   static size_t work_bytes(const Layout&) { return align64(sizeof(Work)); }
   static int groups_of(const Layout& l) { return int((l.d + l.group - 1) / l.group); }
@@ -49,9 +115,9 @@ struct TokenValues {
       constexpr int R = decltype(r)::value;
       scale_weights<R>(task, row, count, work);
       for (int g = 0; g < groups; ++g) weigh<R>(l, slabs, count, g, work);
-      by_stride(l.d * LOW / 8, [&](auto stride) KVQ_LAMBDA {
+      by_stride<Products::LOW>(l.d, [&](auto stride) KVQ_LAMBDA {
         for (int c = 0; c < l.d; c += WIDTH * VECTORS<R * PARTS>)
-          multiply<R>(l, stride, slabs, count, c, work, task.prefetch, task.out + row * l.d + c);
+          Products::template multiply<R>(l, stride, slabs, count, c, work, task.prefetch, task.out + row * l.d + c);
       });
     });
   }
@@ -125,65 +191,6 @@ struct TokenValues {
       });
     }
     _mm_store_ps(work.offset[g], _mm_mul_ps(reduce4<Add>(zeros), _mm_loadu_ps(work.step)));
-  }
-
-  // WIDTH T channels from c on, R rows; stride: channels of a plane
-  template <int R, class Stride>
-  static __attribute__((noinline)) void multiply(const Layout& l, Stride stride, const Slab* slabs, int count, int c,
-                                                 Work& work, Prefetch& prefetch, float* out) {
-    constexpr int X = R * PARTS, T = VECTORS<X>;
-    const int group = int(c / l.group);
-    const Ints mask = L::all8((1 << LOW) - 1);
-    const auto high_stride = stride / 2;  // of three bits
-    int64_t at[T], high_at[T];
-    Ints shift[T], high_shift[T], sums[R][T];
-    unroll<T>([&](auto t) KVQ_LAMBDA {
-      at[t] = l.v_codes + (c + WIDTH * t) % stride * 4;
-      shift[t] = L::all32(int((c + WIDTH * t) / stride) * LOW);
-      if constexpr (BITS == 3) {
-        high_at[t] = l.v_high + (c + WIDTH * t) % high_stride * 4;
-        high_shift[t] = L::planes(c + WIDTH * t, high_stride);
-      }
-      unroll<R>([&](auto r) KVQ_LAMBDA { sums[r][t] = Ints{}; });
-    });
-    for (int first = 0; first < count; first += RUN) {
-      Ints acc[X][T];
-      clear(acc);
-      for (int s = first; s < first + RUN && s < count; ++s) {
-        const int8_t* weights = work.weights[0][0][group] + s * SLAB;
-        const char* ahead = prefetch.take<2>();  // at once: a branch amid the sums would move them about
-        unroll<SLAB / 4>([&](auto e) KVQ_LAMBDA {
-          Ints code[T];
-          unroll<T>([&](auto t) KVQ_LAMBDA {
-            const Ints bytes = L::load_bytes(slabs[s].data + at[t] + e * stride * 4);
-            code[t] = shift_right(bytes, shift[t]) & mask;
-            if constexpr (BITS == 3) {
-              const Ints high = L::load_plane(slabs[s].data + high_at[t] + e * high_stride * 4, high_stride);
-              code[t] = with_third_bit(code[t], high, high_shift[t]);
-            }
-          });
-          if (e % 4 == 0) __builtin_prefetch(ahead + e / 4 * 64, 0, 3);
-          unroll<X>([&](auto x) KVQ_LAMBDA {
-            constexpr int part = x / R, r = x % R;
-            const Ints b = quad(weights + (part * 4 + r) * GROUPS * BLOCK + e * 4);
-            unroll<T>([&](auto t) KVQ_LAMBDA { dot(acc[x][t], code[t], b); });
-          });
-        });
-      }
-      unroll<R>([&](auto r) KVQ_LAMBDA {
-        unroll<T>([&](auto t) KVQ_LAMBDA {
-          sums[r][t] = add32(sums[r][t], join(acc[r][t], acc[R + r][t]));
-        });
-      });
-    }
-    unroll<R>([&](auto r) KVQ_LAMBDA {
-      const Reals step = L::all(work.step[r]), offset = L::all(work.offset[group][r]);
-      unroll<T>([&](auto t) KVQ_LAMBDA {
-        float* to = out + r * l.d + WIDTH * t;
-        const Reals sum = L::load(to) + offset;
-        store(to, fmadd(to_reals(sums[r][t]), step, sum));
-      });
-    });
   }
 };
 

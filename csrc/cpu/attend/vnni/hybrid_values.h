@@ -27,7 +27,7 @@ struct HybridValues2 {
     row_tiles(task.rows, [&](auto r, int row) {
       constexpr int R = decltype(r)::value;
       weigh<R>(task.scores + row * BLOCK, count, work);
-      by_stride(l.d / 4, [&](auto stride) KVQ_LAMBDA {
+      by_stride<2>(l.d, [&](auto stride) KVQ_LAMBDA {
         for (int c = 0; c < l.d; c += 32)
           multiply<R>(l, stride, slabs, count, c, work, task.prefetch, task.out + row * l.d + c);
       });

@@ -1,4 +1,4 @@
-//     m' = max(m, u max S),  P = 2^(u S - m'),  l = l 2^(m - m') + sum P,  O = O 2^(m - m')          u: Task.unit
+//     m' = max(m, u max S),  P = 2^(u S - m'),  l = l 2^(m - m') + sum P,  O = O 2^(m - m')     u: Task.unit or 1
 //
 // The running softmax of a block of slabs (see dispatch/attend_kernels.h).
 #pragma once
@@ -30,8 +30,9 @@ inline void attended_tokens(const Slab* slabs, int count, __mmask16* masks) {
   }
 }
 
-// R rows; keep(row, token, weights of 32 tokens). Beyond a shorter block's end nothing is attended, so weights are 0.
-template <int R, class Keep>
+// R rows; UNIT: scores are still to be multiplied by Task.unit; keep(row, token, weights of 32 tokens). Beyond a shorter
+// block's end nothing is attended, so weights are 0.
+template <int R, bool UNIT, class Keep>
 KVQ_INLINE void softmax_tile(Task& task, int row, const __mmask16* attended, Keep keep) {
   constexpr int WIDTH = BLOCK / 16;
   float* scores = task.scores + row * BLOCK;
@@ -43,14 +44,15 @@ KVQ_INLINE void softmax_tile(Task& task, int row, const __mmask16* attended, Kee
     });
   });
   alignas(16) float tops[4], totals[4];
-  _mm_store_ps(tops, _mm_mul_ps(reduce4<Max>(best), _mm_set1_ps(task.unit)));
+  const __m512 unit = _mm512_set1_ps(task.unit);
+  const __m128 found = reduce4<Max>(best);
+  _mm_store_ps(tops, UNIT ? _mm_mul_ps(found, _mm512_castps512_ps128(unit)) : found);
   bool rising = false;
   unroll<R>([&](auto r) KVQ_LAMBDA {
     const float old = task.top[row + r];
     rising |= tops[r] > old;
     tops[r] = tops[r] > old ? tops[r] : old;
   });
-  const __m512 unit = _mm512_set1_ps(task.unit);
   __m512 total[4];
   unroll<4>([&](auto r) KVQ_LAMBDA { total[r] = _mm512_setzero_ps(); });
   unroll<R>([&](auto r) KVQ_LAMBDA {
@@ -59,7 +61,7 @@ KVQ_INLINE void softmax_tile(Task& task, int row, const __mmask16* attended, Kee
       __m512 p[2];
       unroll<2>([&](auto i) KVQ_LAMBDA {
         const __m512 x = _mm512_load_ps(scores + r * BLOCK + s * SLAB + i * 16);
-        p[i] = exp2(_mm512_fmsub_ps(x, unit, top), attended[2 * s + i]);
+        p[i] = exp2(UNIT ? _mm512_fmsub_ps(x, unit, top) : _mm512_sub_ps(x, top), attended[2 * s + i]);
         total[r] = _mm512_add_ps(total[r], p[i]);
       });
       keep(row + r, s * SLAB, p);
@@ -82,15 +84,15 @@ KVQ_INLINE void softmax_tile(Task& task, int row, const __mmask16* attended, Kee
   for (int r = 0; r < R; ++r) task.total[row + r] += totals[r];
 }
 
-template <class Keep>
+template <bool UNIT, class Keep>
 KVQ_INLINE void softmax(Task& task, const Slab* slabs, int count, Keep keep) {
   __mmask16 attended[BLOCK / 16] = {};
   attended_tokens(slabs, count, attended);
-  row_tiles(task.rows, [&](auto r, int row) { softmax_tile<decltype(r)::value>(task, row, attended, keep); });
+  row_tiles(task.rows, [&](auto r, int row) { softmax_tile<decltype(r)::value, UNIT>(task, row, attended, keep); });
 }
 
 inline void softmax(Task& task, const Slab* slabs, int count) {
-  softmax(task, slabs, count, [&](int row, int token, const __m512(&p)[2]) KVQ_LAMBDA {
+  softmax<false>(task, slabs, count, [&](int row, int token, const __m512(&p)[2]) KVQ_LAMBDA {
     float* to = task.scores + row * BLOCK + token;
     _mm512_store_ps(to, p[0]);
     _mm512_store_ps(to + 16, p[1]);

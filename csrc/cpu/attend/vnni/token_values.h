@@ -16,10 +16,10 @@ namespace integer {
 
 using namespace kvq;
 
-template <int BITS, bool SEARCHED = false>
-struct TokenValues {
-  static constexpr int LOW = BITS == 3 ? 2 : BITS;              // bits in v_codes; a third one is in v_high
-  static constexpr float MIDDLE = -0.5f * ((1 << BITS) - 1);  // of the codes
+// What does not depend on whether a token's zero is stored.
+template <int BITS>
+struct TokenProducts {
+  static constexpr int LOW = BITS == 3 ? 2 : BITS;  // bits in v_codes; a third one is in v_high
   static constexpr int GROUPS = LARGEST_HEAD / 32;
 
   struct Work {
@@ -30,6 +30,62 @@ struct TokenValues {
     float step[4];
     __mmask16 attended[BLOCK / 16];
   };
+
+  // 32 channels from c on, R rows; stride: channels of a plane
+  template <int R, class Stride>
+  static __attribute__((noinline)) void multiply(const Layout& l, Stride stride, const Slab* slabs, int count, int c,
+                                                 Work& work, Prefetch& prefetch, float* out) {
+    const int group = int(c / l.group);
+    const __m512i mask = _mm512_set1_epi8((1 << LOW) - 1);
+    const __m512i by0 = _mm512_set1_epi32(int(c / stride) * LOW);
+    const __m512i by1 = _mm512_set1_epi32(int((c + 16) / stride) * LOW);
+    const auto high_stride = stride / 2;  // of three bits
+    const __m512i high0 = L::planes(c, high_stride), high1 = L::planes(c + 16, high_stride);
+    __m512i sums[CHAINS<R>][R * PARTS][2];
+    auto& acc = sums[0];
+    unroll<CHAINS<R>>([&](auto chain) KVQ_LAMBDA {
+      unroll<R * PARTS>([&](auto x) KVQ_LAMBDA { sums[chain][x][0] = sums[chain][x][1] = _mm512_setzero_si512(); });
+    });
+    for (int s = 0; s < count; ++s) {
+      const uint8_t* codes = slabs[s].data + l.v_codes;
+      const uint8_t *w0 = codes + c % stride * 4, *w1 = codes + (c + 16) % stride * 4;
+      const uint8_t* h0 = slabs[s].data + l.v_high + c % high_stride * 4;
+      const uint8_t* h1 = slabs[s].data + l.v_high + (c + 16) % high_stride * 4;
+      const int8_t* weights = work.weights[group][0][0] + s * SLAB;
+      const char* ahead = prefetch.take<SLAB / 4>();  // at once: a branch amid the sums would move them about
+      unroll<SLAB / 4>([&](auto token_quad) KVQ_LAMBDA {
+        __m512i c0 = _mm512_and_si512(_mm512_srlv_epi32(L::load_bytes(w0 + token_quad * stride * 4), by0), mask);
+        __m512i c1 = _mm512_and_si512(_mm512_srlv_epi32(L::load_bytes(w1 + token_quad * stride * 4), by1), mask);
+        if constexpr (BITS == 3) {
+          c0 = with_third_bit(c0, L::load_plane(h0 + token_quad * high_stride * 4, high_stride), high0);
+          c1 = with_third_bit(c1, L::load_plane(h1 + token_quad * high_stride * 4, high_stride), high1);
+        }
+        __builtin_prefetch(ahead + 64 * token_quad, 0, 3);
+        unroll<R * PARTS>([&](auto x) KVQ_LAMBDA {
+          constexpr int part = x / R, r = x % R;
+          const __m512i b = quad(weights + (part * 4 + r) * BLOCK + token_quad * 4);
+          dot(sums[token_quad % CHAINS<R>][x][0], c0, b);
+          dot(sums[token_quad % CHAINS<R>][x][1], c1, b);
+        });
+      });
+    }
+    add_chains(sums);
+    unroll<R>([&](auto r) KVQ_LAMBDA {
+      const __m512 step = _mm512_set1_ps(work.step[r]), offset = _mm512_set1_ps(work.offset[group][r]);
+      for (int half = 0; half < 2; ++half) {
+        float* to = out + r * l.d + half * 16;
+        const __m512 sum = _mm512_add_ps(_mm512_loadu_ps(to), offset);
+        _mm512_storeu_ps(to, _mm512_fmadd_ps(to_reals(join(acc[r][half], acc[R + r][half])), step, sum));
+      }
+    });
+  }
+};
+
+template <int BITS, bool SEARCHED = false>
+struct TokenValues : TokenProducts<BITS> {
+  using Products = TokenProducts<BITS>;
+  using typename Products::Work;
+  static constexpr float MIDDLE = -0.5f * ((1 << BITS) - 1);  // of the codes
 
   static size_t work_bytes(const Layout&) { return align64(sizeof(Work)); }
   static int groups_of(const Layout& l) { return int((l.d + l.group - 1) / l.group); }
@@ -45,9 +101,9 @@ struct TokenValues {
       constexpr int R = decltype(r)::value;
       scale_weights<R>(task, row, count, work);
       for (int g = 0; g < groups; ++g) weigh<R>(l, slabs, count, g, work);
-      by_stride(l.d * LOW / 8, [&](auto stride) KVQ_LAMBDA {
+      by_stride<Products::LOW>(l.d, [&](auto stride) KVQ_LAMBDA {
         for (int c = 0; c < l.d; c += 32)
-          multiply<R>(l, stride, slabs, count, c, work, task.prefetch, task.out + row * l.d + c);
+          Products::template multiply<R>(l, stride, slabs, count, c, work, task.prefetch, task.out + row * l.d + c);
       });
     });
   }
@@ -126,55 +182,6 @@ struct TokenValues {
       });
     }
     _mm_store_ps(work.offset[g], _mm_mul_ps(reduce4<Add>(zeros), _mm_loadu_ps(work.step)));
-  }
-
-  // 32 channels from c on, R rows; stride: channels of a plane
-  template <int R, class Stride>
-  static __attribute__((noinline)) void multiply(const Layout& l, Stride stride, const Slab* slabs, int count, int c,
-                                                 Work& work, Prefetch& prefetch, float* out) {
-    const int group = int(c / l.group);
-    const __m512i mask = _mm512_set1_epi8((1 << LOW) - 1);
-    const __m512i by0 = _mm512_set1_epi32(int(c / stride) * LOW);
-    const __m512i by1 = _mm512_set1_epi32(int((c + 16) / stride) * LOW);
-    const auto high_stride = stride / 2;  // of three bits
-    const __m512i high0 = L::planes(c, high_stride), high1 = L::planes(c + 16, high_stride);
-    __m512i sums[CHAINS<R>][R * PARTS][2];
-    auto& acc = sums[0];
-    unroll<CHAINS<R>>([&](auto chain) KVQ_LAMBDA {
-      unroll<R * PARTS>([&](auto x) KVQ_LAMBDA { sums[chain][x][0] = sums[chain][x][1] = _mm512_setzero_si512(); });
-    });
-    for (int s = 0; s < count; ++s) {
-      const uint8_t* codes = slabs[s].data + l.v_codes;
-      const uint8_t *w0 = codes + c % stride * 4, *w1 = codes + (c + 16) % stride * 4;
-      const uint8_t* h0 = slabs[s].data + l.v_high + c % high_stride * 4;
-      const uint8_t* h1 = slabs[s].data + l.v_high + (c + 16) % high_stride * 4;
-      const int8_t* weights = work.weights[group][0][0] + s * SLAB;
-      const char* ahead = prefetch.take<SLAB / 4>();  // at once: a branch amid the sums would move them about
-      unroll<SLAB / 4>([&](auto token_quad) KVQ_LAMBDA {
-        __m512i c0 = _mm512_and_si512(_mm512_srlv_epi32(L::load_bytes(w0 + token_quad * stride * 4), by0), mask);
-        __m512i c1 = _mm512_and_si512(_mm512_srlv_epi32(L::load_bytes(w1 + token_quad * stride * 4), by1), mask);
-        if constexpr (BITS == 3) {
-          c0 = with_third_bit(c0, L::load_plane(h0 + token_quad * high_stride * 4, high_stride), high0);
-          c1 = with_third_bit(c1, L::load_plane(h1 + token_quad * high_stride * 4, high_stride), high1);
-        }
-        __builtin_prefetch(ahead + 64 * token_quad, 0, 3);
-        unroll<R * PARTS>([&](auto x) KVQ_LAMBDA {
-          constexpr int part = x / R, r = x % R;
-          const __m512i b = quad(weights + (part * 4 + r) * BLOCK + token_quad * 4);
-          dot(sums[token_quad % CHAINS<R>][x][0], c0, b);
-          dot(sums[token_quad % CHAINS<R>][x][1], c1, b);
-        });
-      });
-    }
-    add_chains(sums);
-    unroll<R>([&](auto r) KVQ_LAMBDA {
-      const __m512 step = _mm512_set1_ps(work.step[r]), offset = _mm512_set1_ps(work.offset[group][r]);
-      for (int half = 0; half < 2; ++half) {
-        float* to = out + r * l.d + half * 16;
-        const __m512 sum = _mm512_add_ps(_mm512_loadu_ps(to), offset);
-        _mm512_storeu_ps(to, _mm512_fmadd_ps(to_reals(join(acc[r][half], acc[R + r][half])), step, sum));
-      }
-    });
   }
 };
 
