@@ -55,6 +55,11 @@ def test_a_loop_costs_its_processor_time(namespaces: bool) -> None:
     assert run("while True: pass", namespaces).reason == "no end after 1 seconds of processor time"
 
 
+def test_so_does_one_that_takes_no_notice(namespaces: bool) -> None:
+    program = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
+    assert run(program, namespaces).reason == "no end after 1 seconds of processor time"
+
+
 def test_a_sleep_costs_its_time(namespaces: bool) -> None:
     begun = time.monotonic()
     verdict = run("import time; time.sleep(600)", namespaces, Limits(seconds=1))

@@ -145,7 +145,9 @@ def _limit(task: Task, user: int | None, isolation: str) -> None:
     ):
         hard = resource.getrlimit(which)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(which, (most, most))
+        # SIGKILL comes a second after SIGXCPU, of which a namespace's first process takes no notice
+        last = most + 1 if which == resource.RLIMIT_CPU and hard != most else most
+        resource.setrlimit(which, (most, last))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write that is too large raises OSError
     if user is not None:
         _become(user)
@@ -236,7 +238,8 @@ def _watch(child: int, pipe: int, word: str, task: Task) -> tuple[bool, str]:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        if number == signal.SIGKILL and used.ru_utime + used.ru_stime >= 0.9 * task["cpu_seconds"]:
+        killed_late = number == signal.SIGKILL and used.ru_utime + used.ru_stime >= task["cpu_seconds"]
+        if number == signal.SIGXCPU or killed_late:
             return False, f"no end after {task['cpu_seconds']} seconds of processor time"
         return False, f"killed by {signal.Signals(number).name}"
     text = said.decode(errors="replace")
