@@ -57,5 +57,5 @@ def not_before_rope(name: str, reason: str) -> Problem:
 def unknown_pairs(name: str, reason: str) -> Problem:
     return Problem(
         f"{name} needs to know which channels RoPE rotates together and {reason}",
-        "set the kvq option 'pairing' to 'half' or 'interleaved', or use squat2 or innerq2",
+        "set the kvq option 'pairing' to 'half' or 'interleaved', or use kitty2",
     )
