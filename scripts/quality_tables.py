@@ -145,6 +145,18 @@ def humaneval(path: Path) -> Iterator[str]:
         yield _line([f"`{label}`", f"{sum(solved)} of {len(solved)}", f"{share:.1f}", *counts, f"{p:.2g}", same])
 
 
+def generated(path: Path) -> Iterator[str]:
+    """What each format generates itself, and how it follows bf16's text."""
+    with path.open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["label"] != PLAIN]
+    yield _line(["format", "bits", "KL", "KL forced", "same top 1, %", "tokens until the texts differ"])
+    yield _line(["---"] * 6)
+    for row in rows:
+        kls = [f"{_short(row[k])} [{_short(row[f'{k}_low'])}, {_short(row[f'{k}_high'])}]" for k in ("kl", "kl_forced")]
+        same, until = 100 * float(row["top1"]), float(row["agreement"])
+        yield _line([f"`{row['label']}`", f"{float(row['bits']):.2f}", *kls, f"{same:.0f}", f"{until:.0f}"])
+
+
 def _real(model: str, context: int) -> dict[str, Row]:
     with (FOLDER / f"real-{model}-{context}.csv").open(encoding="utf-8") as file:
         return {row["label"]: row for row in csv.DictReader(file)}
@@ -168,6 +180,8 @@ if __name__ == "__main__":
         print(path.stem.removeprefix("real-"), *real(path), "", sep="\n")
     for path in sorted(FOLDER.glob("humaneval-*.csv")):
         print(path.stem, *humaneval(path), "", sep="\n")
+    for path in sorted(FOLDER.glob("generated-*.csv")):
+        print(path.stem, *generated(path), "", sep="\n")
     print("papers", *papers(), "", sep="\n")
     for results in TABLES:
         print(results.name, *table(results), "", sep="\n")

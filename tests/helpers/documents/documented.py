@@ -107,8 +107,8 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
     },
     "docs/quality.md": {
         "python -m proof weights": Account(HOURS),
-        "vllm-kvq eval .weights/": Account(HOURS, 8),
-        "vllm-kvq eval humaneval .weights/": Account(HOURS),
+        "vllm-kvq eval .weights/": Account(HOURS, 9),
+        "vllm-kvq eval humaneval .weights/": Account(HOURS, 2),
         "for MODEL in": Account(HOURS, 3),
         "python scripts/quality_tables.py": Account(TABLES, 2),
         "python -m proof biases": Account("tests/instruments/demo/test_biases.py::test_the_command"),

@@ -135,7 +135,7 @@ class SketchKeys(KeyCodec):
         if self.d > MOST_NAMED:
             raise ValueError(
                 f"QJL names outlier channels by bytes, so heads have at most {MOST_NAMED} channels, not {self.d}; "
-                "set the kvq option 'outliers' to 0, or use kitty2"
+                "set the kvq option 'outliers' to 0, or use klt3"
             )
         self.m_out, self.n = options["m_out"] or self.d, options["outliers"] or self.d // 16
         self.state_rows = 2 if options["outlier_choice"] == "prompt" else 0
