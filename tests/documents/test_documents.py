@@ -109,7 +109,8 @@ def test_the_tables_of_quality_are_what_was_measured() -> None:
 
 def test_recorded_results_name_models_and_no_folders() -> None:
     """`eval` writes the model as it was given, which may be a path of the machine that measured."""
-    paths = [*(ROOT / "docs" / "results" / "quality").glob("real-*.csv")]
+    folder = ROOT / "docs" / "results" / "quality"
+    paths = [*folder.glob("real-*.csv"), *folder.glob("generated-*.csv")]
     models = {line.partition(",")[0] for path in paths for line in path.read_text(encoding="utf-8").splitlines()[1:]}
     assert models
     assert not [model for model in models if "/" in model]
