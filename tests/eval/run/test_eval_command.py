@@ -30,6 +30,11 @@ SHAPE = {**TINY, "max_position": 512}
         (["--context", "many"], "'many' is not a whole number"),
         (["--chunk", "4"], "4 is below 8"),
         (["--regimes", "prefill"], "there is no 'prefill'; there are teacher-forced"),
+        (
+            ["--regimes", "decoding", "--context", "1023,4096", "--tokens", "513"],
+            "--tokens 513 is more than the second half of a text of 1023 tokens, which is generated; "
+            "use --tokens 512 or --context 1026",
+        ),
     ],
 )
 def test_wrong_usage(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ from vllm_kvq.drawing import Picture
 from vllm_kvq.eval.choice import FP8, Choice, choices
 from vllm_kvq.eval.progress import Bar
 from vllm_kvq.eval.results import plots, report
-from vllm_kvq.eval.results.result import READING, REGIMES, USUAL, Results
+from vllm_kvq.eval.results.result import DECODING, HITS, READING, REGIMES, USUAL, Results
 from vllm_kvq.eval.results.statistics import claims
 from vllm_kvq.eval.run.store import Store
 from vllm_kvq.eval.tasks.tasks import NAMES, TEXT
@@ -106,9 +106,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = p.parse_args(arguments)
     if problem := lm_eval.wrong_usage(args):
         p.error(problem)
+    tokens = args.tokens
     for name, value in defaults(args).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if tokens and (problem := too_many_tokens(args)):
+        p.error(problem)
     chosen = args.formats
     try:
         args.baseline = named_baseline(args.baseline, chosen)
@@ -159,6 +162,17 @@ def defaults(args: argparse.Namespace) -> dict[str, Any]:
     if regimes == [READING]:
         rest |= READ_QUICKLY if args.quick else READ
     return rest
+
+
+def too_many_tokens(args: argparse.Namespace) -> str | None:
+    """Why no text has an answer of `--tokens`, if so: what a text is continued by is its second half."""
+    room = min(args.context) - min(args.context) // 2
+    if TEXT not in args.tasks or not {DECODING, HITS}.intersection(args.regimes) or args.tokens <= room:
+        return None
+    return (
+        f"--tokens {args.tokens} is more than the second half of a text of {min(args.context)} tokens, "
+        f"which is generated; use --tokens {room} or --context {2 * args.tokens}"
+    )
 
 
 class EvaluationFailed(Exception):
