@@ -248,6 +248,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, read: Model) -> type[MadeUp]:
     engine = type("Engine", (MadeUp,), {"asked": [], "solved": told, "decode": staticmethod(read.tokenizer.decode)})
     monkeypatch.setattr(human_eval_run, "Engine", engine)
     monkeypatch.setattr(human_eval_run, "BATCH", 2)
+    monkeypatch.setattr(human_eval_run, "TOGETHER", 2)
     monkeypatch.setattr(Model, "of", classmethod(lambda cls, name, dtype: read))
     monkeypatch.setattr("vllm_kvq.cli.eval.humaneval.check_model", lambda *_: None)
     return engine
@@ -274,14 +275,14 @@ def test_counts_are_paired(made_up: type[MadeUp], tmp_path: Path, capsys: pytest
 
 
 def test_a_run_that_was_stopped_goes_on(made_up: type[MadeUp], tmp_path: Path, capsys: Any) -> None:
-    made_up.stop_after = 4
+    made_up.stop_after = 3
     with pytest.raises(KeyboardInterrupt):
         cli.main(command(tmp_path))
     made_up.stop_after = 1 << 30
     assert cli.main(command(tmp_path)) == 0
-    assert made_up.asked == [("auto", 2)] * 3 + [("squat2", 2)] * 3
+    assert made_up.asked == [("auto", 4), ("auto", 2), ("squat2", 4), ("squat2", 2)]
     assert cli.main(command(tmp_path)) == 0
-    assert len(made_up.asked) == 6
+    assert len(made_up.asked) == 4
 
 
 @pytest.mark.parametrize("change", [["--tokens", "65"], ["--formats", "squat2:r=8"], ["--dtype", "bfloat16"]])
@@ -293,9 +294,8 @@ def test_answers_belong_to_how_they_were_asked(
     monkeypatch.setattr(Model, "of", classmethod(lambda cls, name, dtype: replace(read, dtype=dtype or "float32")))
     assert cli.main(command(tmp_path, *change)) == 0
     # bf16's own answers do not depend on a format's options
-    assert made_up.asked == (
-        [("squat2", 2)] * 3 if change[0] == "--formats" else [("auto", 2)] * 3 + [("squat2", 2)] * 3
-    )
+    again = ["squat2"] if change[0] == "--formats" else ["auto", "squat2"]
+    assert made_up.asked == [(name, prompts) for name in again for prompts in (4, 2)]
 
 
 def test_answers_belong_to_their_questions(read: Model) -> None:
@@ -343,6 +343,14 @@ def test_batches_are_alike(read: Model) -> None:
     assert sum(sizes) == 164
     assert max(sizes) <= human_eval_run.BATCH
     assert max(sizes) - min(sizes) <= 1
+
+
+def test_batches_with_contexts_are_asked_one_by_one(read: Model) -> None:
+    """What one batch shares, another does not."""
+    todo = benchmark(read, limit=164)
+    assert todo.rounds(range(6)) == ((0, 1, 2), (3, 4, 5))
+    assert todo.rounds([1, 2, 4, 5]) == ((1, 2), (4, 5))
+    assert benchmark(read, behind=6000).rounds([1, 2, 4]) == ((1,), (2,), (4,))
 
 
 @pytest.mark.engine

@@ -21,7 +21,7 @@ from vllm_kvq.kernels.cpu.library import ISAS, library
 
 ROOT = Path(__file__).resolve().parents[3]
 VNNI = ISAS.index("avx512")
-EMULATED = ["-DKVQ_EMULATED_TILES", *(f"-DKVQ_WITHOUT_{name.upper()}" for name in ISAS[1:])]
+EMULATED = ["-O1", "-DKVQ_EMULATED_TILES", *(f"-DKVQ_WITHOUT_{name.upper()}" for name in ISAS[1:])]
 """Flags of a library with tiles and the portable kernels, which compiles in seconds."""
 ROUNDED = 2**-8
 """The most by which rounding weights and values to 8 bits each changes an output."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 Tokens = tuple[int, ...]
@@ -79,6 +79,11 @@ class Complete:
             raise ValueError(f"the prompts do not have their first {self.shared} tokens in common")
         if any(len(prompt) <= self.shared for prompt in self.prompts):
             raise ValueError("a prompt has nothing of its own after the shared tokens")
+
+    @classmethod
+    def together(cls, jobs: Sequence[Complete]) -> Complete:
+        """One job with the prompts of several, one after the other."""
+        return replace(jobs[0], prompts=tuple(prompt for job in jobs for prompt in job.prompts))
 
 
 @dataclass(frozen=True)

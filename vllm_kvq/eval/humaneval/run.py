@@ -1,7 +1,8 @@
-"""HumanEval with each format: batches of problems on one engine after the other, each batch stored once answered.
+"""HumanEval with each format: batches of problems on one engine after the other, each stored once answered.
 
-The problems of a batch are answered at the same time. They share a long context, if any: it consists of other batches'
-solved problems, and is read once into the prefix cache, from whose pages all of them read it.
+The problems of a batch share a long context, if any: it consists of other batches' solved problems, and is read once
+into the prefix cache, from whose pages all of them read it. Without a context, several batches are asked together: the
+next problem takes the place of one that is answered, so the engine is seldom left with only the longest answers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 
@@ -29,6 +31,8 @@ ANSWERS = "humaneval"
 """The kind of these entries in the cache."""
 BATCH = 32
 """The maximum number of problems that are answered at once."""
+TOGETHER = 3
+"""The maximum number of batches that are asked together, if they have no context."""
 TESTED = 2
 """The number of programs that are tested at once."""
 
@@ -106,6 +110,11 @@ class Benchmark(Comparison):
         prompts = self.prompts[number]
         return Complete(prompts.tokens, self.longest, (FENCE,), prompts.shared)
 
+    def rounds(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The batches that are asked together, as equally many as possible."""
+        count = len(numbers) if self.behind else -(-len(numbers) // TOGETHER)
+        return tuple(tuple(map(int, part)) for part in np.array_split(np.array(numbers), count))
+
     def engine(self, choice: Choice) -> EngineArguments:
         tokens = self.behind + BATCH * (self.max_len - self.behind)
         return self.arguments(
@@ -155,13 +164,16 @@ class Run:
             with Engine(benchmark.engine(choice)) as engine:
                 for length, bits in engine.started.bits.items():
                     self.store.put(BITS, self._bits_key(choice, length), {"bits": np.array(bits)})
-                for i in missing:
-                    batch = benchmark.batches[i]
-                    self.progress(f"{choice.label}: {batch[0].name} to {batch[-1].name}", 0)
-                    document = json.dumps([asdict(c) for c in engine.complete(benchmark.job(i))]).encode()
-                    entry = {"json": np.frombuffer(document, dtype=np.uint8)}
-                    self.store.put(ANSWERS, benchmark.key(choice, i), entry)
-                    self.progress(choice.label, len(batch))
+                for numbers in benchmark.rounds(missing):
+                    first, last = benchmark.batches[numbers[0]][0], benchmark.batches[numbers[-1]][-1]
+                    self.progress(f"{choice.label}: {first.name} to {last.name}", 0)
+                    answers = iter(engine.complete(Complete.together([benchmark.job(i) for i in numbers])))
+                    for i in numbers:
+                        size = len(benchmark.batches[i])
+                        document = json.dumps([asdict(c) for c in islice(answers, size)]).encode()
+                        entry = {"json": np.frombuffer(document, dtype=np.uint8)}
+                        self.store.put(ANSWERS, benchmark.key(choice, i), entry)
+                        self.progress(choice.label, size)
         except EngineFailed as error:
             if choice == REFERENCE:
                 raise
