@@ -15,6 +15,13 @@ PAGES = "tests/commands/test_result_pages.py -k"
 
 FIGURES = (
     Fault(
+        "more tokens are asked for than a text continues by, and nobody says so",
+        "vllm_kvq/cli/eval/model.py::too_many_tokens",
+        "args.tokens <= room",
+        "room",
+        "tests/eval/run/test_eval_command.py -k wrong_usage",
+    ),
+    Fault(
         "the usual baseline is whatever comes first",
         f"{EVAL}/results/statistics.py::usual_baseline",
         "next((row.label for row in rows if row.format == FP8), rows[0].label)",

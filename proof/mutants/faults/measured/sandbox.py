@@ -82,6 +82,20 @@ FAULTS: tuple[Fault, ...] = (
         f"{ANSWERS} before_a_question",
     ),
     Fault(
+        "batches with contexts of their own are asked together",
+        f"{HUMAN_EVAL}/run.py::Benchmark.rounds",
+        "len(numbers) if self.behind else",
+        "",
+        f"{ANSWERS} one_by_one",
+    ),
+    Fault(
+        "answers to batches that are asked together go to other problems",
+        f"{HUMAN_EVAL}/run.py::Run._answer",
+        "islice(answers, size)",
+        "reversed([*islice(answers, size)])",
+        f"{ANSWERS} counts_are_paired",
+    ),
+    Fault(
         "every seed draws the same context",
         f"{HUMAN_EVAL}/chat.py::Chat.context",
         "(seed)",
