@@ -8,19 +8,19 @@
 namespace {
 namespace float32 {
 
-constexpr float FACTORS[] = {0.7f, 0.85f, 1.0f, 1.2f, 1.45f, 1.75f, 2.1f, 2.6f, 3.2f, 4.0f};  // as formats/parts/search.py
+constexpr int FACTORS = 10, PLACES = 16;  // whole vectors
+constexpr float FACTOR[PLACES] = {0.7f, 0.85f, 1.0f, 1.2f, 1.45f, 1.75f, 2.1f, 2.6f, 3.2f, 4.0f, 1, 1, 1, 1, 1, 1};
+static_assert(PLACES % LANES == 0);
 
 // By channel: the step, the largest code (0: not stored), and the weight of an error.
 struct Levels {
   const float *step, *most, *weight;
 };
 
-inline Floats searched_code(Floats y, Floats scale, Floats step, Floats most) {
-  const Floats x = y / (scale * max(step, splat(1e-9f))) + most / 2.0f;
-  return nearest(min(max(x, Floats{}), most));
-}
+// x: y by the step and by the scale
+inline Floats searched_code(Floats x, Floats half, Floats most) { return nearest(min(max(x + half, Floats{}), most)); }
 
-// The scale of a token's y, and codes for it.
+// The scale of a token's y, and codes for it. Each channel's numbers are read once, for all factors.
 inline float searched(const float* y, int64_t d, const Levels& levels, int32_t* codes) {
   Floats squares{}, stored{};
   for (int64_t c = 0; c < d; c += LANES) {
@@ -29,26 +29,36 @@ inline float searched(const float* y, int64_t d, const Levels& levels, int32_t* 
     stored += kept ? splat(1.0f) : Floats{};
   }
   const float rms = __builtin_sqrtf(sum(squares) / sum(stored));
-  float least = __builtin_inff(), best = 0;
-  for (const float factor : FACTORS) {
-    const Floats scale = positive_half(splat(rms * factor));
-    Floats errors{};
-    for (int64_t c = 0; c < d; c += LANES) {
-      const Floats step = load(levels.step + c), most = load(levels.most + c), v = load(y + c);
-      const Floats e = (searched_code(v, scale, step, most) - most / 2.0f) * step * scale - v;
-      errors += e * e * load(levels.weight + c);
-    }
-    const float error = sum(errors);
-    if (error < least) {
-      least = error;
-      best = scale[0];
+  float scale[PLACES], inverse[PLACES], steps[LARGEST_HEAD];  // steps: y / step
+  for (int f = 0; f < PLACES; f += LANES) {
+    const Floats s = positive_half(load(FACTOR + f) * rms);
+    store(scale + f, s);
+    store(inverse + f, 1.0f / s);
+  }
+  Floats errors[FACTORS] = {};
+  for (int64_t c = 0; c < d; c += LANES) {
+    const Floats step = load(levels.step + c), most = load(levels.most + c), half = most / 2.0f, v = load(y + c);
+    const Floats weight = load(levels.weight + c), x = v / max(step, splat(1e-9f));
+    store(steps + c, x);
+#pragma GCC unroll 10
+    for (int f = 0; f < FACTORS; ++f) {
+      const Floats e = (searched_code(x * inverse[f], half, most) - half) * step * scale[f] - v;
+      errors[f] += e * e * weight;
     }
   }
+  int best = 0;
+  float least = sum(errors[0]);
+  for (int f = 1; f < FACTORS; ++f)
+    if (const float error = sum(errors[f]); error < least) {
+      least = error;
+      best = f;
+    }
   for (int64_t c = 0; c < d; c += LANES) {
-    const Ints code = to_ints(searched_code(load(y + c), splat(best), load(levels.step + c), load(levels.most + c)));
+    const Floats most = load(levels.most + c);
+    const Ints code = to_ints(searched_code(load(steps + c) * inverse[best], most / 2.0f, most));
     std::memcpy(codes + c, &code, sizeof code);
   }
-  return best;
+  return scale[best];
 }
 
 // `work` holds codes [32][d] and v H / sqrt(b), [32][d].
