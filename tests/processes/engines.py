@@ -44,6 +44,7 @@ def caches(worker: Any) -> dict[str, dict[str, Any]]:
 def serve(job: dict[str, Any]) -> Any:
     from proof.oracle.engines import engine as oracle
 
+    os.environ.update(job["variables"])
     if job["ray"]:
         import ray_on_cpus
 

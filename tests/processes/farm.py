@@ -42,8 +42,10 @@ RAY = {"distributed_executor_backend": "ray"}
 # vLLM's CPU runner makes the buffers for what one stage hands to the next in its warm-up, which it leaves out in eager
 # mode, with or without us. So the stages are traced; without inductor, which would take longer than the traces.
 TRACED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
+ELSEWHERE = "one, with constants of its own"
 KINDS: dict[str, dict[str, Any]] = {
     "one": {},
+    ELSEWHERE: {},
     "tp2": TP,
     "tp2 by bytes": TP | {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": BYTES},
     "tp4": TP | {"tensor_parallel_size": 4},
@@ -61,10 +63,10 @@ def words(count: int) -> tuple[int, ...]:
 
 def make_traces() -> list[Trace]:
     """Prompts in chunks, decodes over pages, and then prefix hits."""
-    shared = words(7 * N)
-    cold = [Request(f"cold{n}", words(n), 20, arrival=i // 2) for i, n in enumerate((1, 33, 64, 100, 290))]
-    hits = [Request("tail", shared + words(37), 24), Request("deep", shared + words(9), N + 8, arrival=2)]
-    return [Trace((*cold, Request("long", shared + words(5), N + 8, arrival=3))), Trace(tuple(hits))]
+    shared, near = words(7 * N), N - 5  # a page is filled and packed soon after the prompt
+    cold = [Request(f"cold{n}", words(n), 8, arrival=i // 2) for i, n in enumerate((1, 33, 64, 100, 290))]
+    hits = [Request("tail", shared + words(37), 8), Request("deep", shared + words(near), 12, arrival=2)]
+    return [Trace((*cold, Request("long", shared + words(near), 12, arrival=3))), Trace(tuple(hits))]
 
 
 def few_tokens() -> list[Trace]:
@@ -91,8 +93,6 @@ class Farm:
         self.folder, self.traces, self.count = folder, traces, itertools.count()
         self.known: dict[tuple[str, str, str], Answer] = {}
         self.models: dict[str, Path] = {}
-        self.cache = folder / "cache"
-        """Where engines keep the constants that they fit."""
         # `proof` is not installed: a process that runs a script does not find it in the checkout
         path = os.pathsep.join([str(HERE), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.log = (folder / "driver.log").open("w")
@@ -102,7 +102,7 @@ class Farm:
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
-            env={**os.environ, **variables, "XDG_CACHE_HOME": str(self.cache), "PYTHONPATH": path},
+            env={**os.environ, **variables, "PYTHONPATH": path},
         )
 
     def close(self) -> None:
@@ -110,6 +110,10 @@ class Farm:
         self.driver.stdin.close()
         self.driver.wait(timeout=60)
         self.log.close()
+
+    def cache_of(self, kind: str) -> Path:
+        """Where engines keep the constants that they fit, and look for them."""
+        return self.folder / ("elsewhere" if kind == ELSEWHERE else "cache")
 
     def model(self, name: str) -> Path:
         """Four layers with two KV heads; or with one KV head that two ranks hold copies of."""
@@ -152,8 +156,9 @@ class Farm:
             "model": str(self.model(model)),
             "engine": {**ENGINE, **KINDS[kind], "kv_cache_dtype": name},
             "ray": 2 if "ray" in kind else 0,
-            # two ranks of `lossless` show that a worker which is not forked finds the plugin
-            "fork": (kind, name) != ("tp2", "lossless"),
+            # two ranks of `qjl3` show that workers which are not forked find the plugin, as a server's do
+            "fork": (kind, name) != ("tp2", "qjl3"),
+            "variables": {"XDG_CACHE_HOME": str(self.cache_of(kind))},
             "traces": [t.to_json() for t in self.traces],
             "out": f"{at}.out",
             "log": f"{at}.log",

@@ -10,12 +10,13 @@ import re
 from pathlib import Path
 
 import pytest
-from farm import BYTES, ENGINE, TRACES, VARIABLES, Answer, Farm, N, few_tokens, same_tokens
+from farm import BYTES, ELSEWHERE, ENGINE, TRACES, VARIABLES, Answer, Farm, N, few_tokens, same_tokens
 
 from proof.demo.capacity import parse_capacity
 from proof.kernels.exact import relative_error
 from proof.oracle.compare import compare_all
 from vllm_kvq import cli
+from vllm_kvq.formats.constants import Constants
 from vllm_kvq.integration.plan.calibration import read
 
 pytestmark = pytest.mark.engine
@@ -41,44 +42,50 @@ def test_tensor_parallel(name: str, farm: Farm) -> None:
     assert [index for _, index, _ in first] == [0, 1, 2, 3]
 
 
-def test_two_ranks_fit_the_constants_of_one(farm: Farm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank sums what its own head has seen. All have the same file, which one process then reads; and what that
+def test_two_ranks_fit_the_constants_of_one(farm: Farm) -> None:
+    """Each rank sums what its own head has seen. All have the same file, which one process then reads; and what another
     process fits by itself differs only by the order of sums."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(farm.cache))
-    ranks = same_tokens(farm, "tp2", "klt3").ranks
-    (together,) = (farm.cache / "vllm_kvq" / "calibration").iterdir()
-    fitted, digest = read(together)
+    ranks = same_tokens(farm, "tp2 by bytes", "klt3").ranks
+    together, fitted, digest = constants(farm, "one")
     assert {layer["constants"] for rank in ranks for layer in rank.values()} == {digest}
-    single = Farm(tmp_path)
-    try:
-        single.run("one", "klt3")
-    finally:
-        single.close()
-    (by_itself,) = (single.cache / "vllm_kvq" / "calibration").iterdir()
+    farm.run(ELSEWHERE, "klt3")
+    by_itself, alone, _ = constants(farm, ELSEWHERE)
     assert by_itself.name == together.name
-    for layer, constants in read(by_itself)[0].items():
-        means = (x.keys[:, :2] for x in (constants, fitted[layer]))  # type: ignore[index]
+    for layer, found in alone.items():
+        means = (x.keys[:, :2] for x in (found, fitted[layer]))  # type: ignore[index]
         assert relative_error(*means) < 1e-4
 
 
+def constants(farm: Farm, kind: str) -> tuple[Path, dict[int, Constants], str]:
+    """The only file that engines of this kind have found or left, and what is in it."""
+    (file,) = (farm.cache_of(kind) / "vllm_kvq" / "calibration").iterdir()
+    return file, *read(file)
+
+
 def test_two_ranks_have_what_was_planned(farm: Farm) -> None:
-    """`vllm-kvq plan` knows the tokens of our start-up line and of vLLM's, from config.json and a rank's bytes."""
-    flags = ["--tp", "2", "--cache-bytes", str(BYTES), "--context", str(ENGINE["max_model_len"]), "--dtype", "float32"]
-    flags += ["--block-size", str(N), "--max-num-batched-tokens", str(ENGINE["max_num_batched_tokens"])]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert cli.main(["plan", str(farm.model("two heads")), *flags, "--formats", "squat2", "--json"]) == 0
-    (row,) = [row for row in json.loads(printed.getvalue())["caches"] if row["name"] == "squat2"]
-    log = farm.run("tp2 by bytes", "squat2")[0].log
-    said = parse_capacity(log)
-    assert said is not None
-    assert said.tokens == row["tokens"] > ENGINE["max_model_len"]
-    counted = re.findall(r"KV cache size: ([\d,]+) tokens", log)
-    assert {int(number.replace(",", "")) for number in counted} == {row["tokens"]}
+    """With a KV head each."""
+    has_what_was_planned(farm, "klt3", "two heads", same_tokens(farm, "tp2 by bytes", "klt3"))
 
 
 def test_copies_of_a_kv_head_stay_equal(farm: Farm) -> None:
     """One KV head, two ranks: both pack its pages, each with other query heads, and arrive at the same bytes."""
-    check_copies(same_tokens(farm, "tp2", "squat2", model="one head"))
+    got = same_tokens(farm, "tp2 by bytes", "squat2", model="one head")
+    check_copies(got)
+    has_what_was_planned(farm, "squat2", "one head", got)
+
+
+def has_what_was_planned(farm: Farm, name: str, model: str, got: Answer) -> None:
+    """`vllm-kvq plan` knows the tokens of our start-up line and of vLLM's, from config.json and a rank's bytes."""
+    flags = ["--tp", "2", "--cache-bytes", str(BYTES), "--context", str(ENGINE["max_model_len"]), "--dtype", "float32"]
+    flags += ["--block-size", str(N), "--max-num-batched-tokens", str(ENGINE["max_num_batched_tokens"])]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert cli.main(["plan", str(farm.model(model)), *flags, "--formats", name, "--json"]) == 0
+    (row,) = [row for row in json.loads(printed.getvalue())["caches"] if row["name"] == name]
+    said = parse_capacity(got.log)
+    assert said is not None
+    assert said.tokens == row["tokens"] > ENGINE["max_model_len"]
+    counted = re.findall(r"KV cache size: ([\d,]+) tokens", got.log)
+    assert {int(number.replace(",", "")) for number in counted} == {row["tokens"]}
 
 
 @pytest.mark.wide

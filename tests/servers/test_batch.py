@@ -7,10 +7,12 @@ import os
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_commands import Forked
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
@@ -20,27 +22,32 @@ QUESTIONS: list[dict[str, Any]] = [{"id": i, "prompt": f"count from {i % 4} to"}
 LINES = "".join(json.dumps(question) + "\n" for question in QUESTIONS)
 
 
-def job(model: Path, folder: Path) -> subprocess.Popen[str]:
+def answer_in(folder: Path, arguments: list[str]) -> None:
+    os.chdir(folder)
+    sys.argv = [str(SCRIPT), *arguments]
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def job(model: Path, folder: Path) -> Forked:
     (folder / "questions.jsonl").write_text(LINES)
-    command = [sys.executable, str(SCRIPT), "questions.jsonl", "answers.jsonl"]
-    command += ["--model", str(model), "--kv-cache-dtype", "kitty2", "--enforce-eager", "--max-model-len", "256"]
-    command += ["--kv-cache-memory-bytes", "64M", "--tokens", "6", "--piece", "2"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
+    arguments = ["questions.jsonl", "answers.jsonl"]
+    arguments += ["--model", str(model), "--kv-cache-dtype", "kitty2", "--enforce-eager", "--max-model-len", "256"]
+    arguments += ["--kv-cache-memory-bytes", "64M", "--tokens", "6", "--piece", "2"]
+    variables = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
+    return Forked(folder / "log", variables, answer_in, folder, arguments)
 
 
-def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
-    out, err = process.communicate(timeout=300)
-    return process.returncode, out + err
+def finished(process: Forked) -> tuple[int, str]:
+    return process.wait(300), process.said()
 
 
 def test_a_killed_job_goes_on(model: Path, tmp_path: Path) -> None:
     process = job(model, tmp_path)
-    assert process.stdout is not None
-    assert any("4 of 7 answered" in line for line in process.stdout), "no progress"
+    while "4 of 7 answered" not in process.said():
+        assert process.poll() is None, process.said()[-3000:]
+        time.sleep(0.02)
     process.kill()
-    process.communicate()
+    process.wait()
     answers = tmp_path / "answers.jsonl"
     first = answers.read_text().splitlines(keepends=True)[:4]
     answers.write_text("".join(first) + first[0][:20])

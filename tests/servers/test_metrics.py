@@ -17,6 +17,7 @@ import promql_parser
 import pytest
 import torch
 import yaml
+from forked_commands import ForkedServer
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 
@@ -49,9 +50,10 @@ def serving(model: Path, folder: Path, *more: str) -> Iterator[Server]:
     save_file(tensors, weights, {"format": "pt"})
     arguments = ["--kv-cache-dtype", "innerq2", "--enforce-eager", "--served-model-name", "tiny", "--dtype", "float32"]
     arguments += ["--skip-tokenizer-init", "--max-model-len", str(MOST), "--block-size", str(N), *more]
-    started = Server(str(model), arguments, "127.0.0.1", free_port("127.0.0.1"), folder / "log")
+    started = ForkedServer(str(model), arguments, "127.0.0.1", free_port("127.0.0.1"), folder / "log")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # --enforce-eager leaves vLLM's sampler compiled
         with started:
             started.wait_until_healthy(240)
             yield started
@@ -128,7 +130,7 @@ def seen(server: Server) -> list[Scrape]:
         while thread.is_alive():
             one = numbers(server)
             found.append(one | {"at": time.monotonic(), "sent": one["generation_tokens_total"] - answered})
-            time.sleep(0.05)
+            time.sleep(0.25)
         found = [one for one in found if one["kvq_full_precision_tokens"]]
         if len({one["kvq_packed_tokens"] for one in found}) > 1:
             break

@@ -30,6 +30,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+EAGER = {"TORCHDYNAMO_DISABLE": "1"}
+"""Without it vLLM compiles functions of eager models, too (its sampler's, some norms), for seconds in each process."""
 
 
 class TracedEngine:
@@ -45,6 +47,11 @@ class TracedEngine:
         `before` is called when the process is the engine's and the engine is not made yet."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        for name, value in EAGER.items():
+            if engine.get("enforce_eager", True):
+                os.environ[name] = value
+            else:
+                os.environ.pop(name, None)
         from vllm import LLM
 
         if before is not None:

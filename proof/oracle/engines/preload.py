@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 import os
 
-from proof.oracle.engines.engine import ENVIRONMENT
+from proof.oracle.engines.engine import EAGER, ENVIRONMENT
 from proof.oracle.engines.warm import warm
 
 
 def _silently() -> None:
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT | EAGER)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     kept = os.dup(1), os.dup(2)
     nothing = os.open(os.devnull, os.O_WRONLY)

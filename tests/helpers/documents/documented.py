@@ -27,7 +27,7 @@ HOURS = "hours, on real models; what it gave is recorded in docs/results, and te
 MAKES = "it makes what .ci/run makes before any test"
 SUITE = ".ci/run is this, or a part of it"
 FUZZ, FUZZER = (
-    "tests/engine/fuzz/test_fuzz.py::test_half_a_minute_finds_nothing",
+    "tests/engine/fuzz/test_fuzz.py::test_a_short_run_finds_nothing",
     "tests/instruments/test_fuzzer_verdicts.py",
 )
 RESIDUES = "tests/engine/fuzz/test_residues.py::test_some_lengths"
