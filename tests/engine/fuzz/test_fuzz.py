@@ -24,7 +24,7 @@ CASES = sorted((Path(__file__).parent / "cases").glob("*.json"))
 
 @pytest.mark.slow
 def test_a_short_run_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each format has an engine, also once as many requests are judged."""
+    """Each format has an engine, even if fewer would judge as many requests."""
     for name in ("OMP_NUM_THREADS", "PYTHONWARNINGS"):  # the command sets them for its own process
         monkeypatch.setenv(name, os.environ.get(name, ""))
     report = tmp_path / "report.json"
