@@ -81,7 +81,7 @@ LONGEST = (
     "engine/worker/test_calibration.py",
     "triton/test_attend.py",
 )
-"""Modules of a minute and more. They start first (`--no-loadscope-reorder`), so that none is left as the last."""
+"""The modules that took longest. They start first (`--no-loadscope-reorder`), so that none is left as the last."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
