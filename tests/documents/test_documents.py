@@ -114,3 +114,5 @@ def test_recorded_results_name_models_and_no_folders() -> None:
     models = {line.partition(",")[0] for path in paths for line in path.read_text(encoding="utf-8").splitlines()[1:]}
     assert models
     assert not [model for model in models if "/" in model]
+    found = [path.name for path in folder.glob("*.csv") if "/lib/python" in path.read_text(encoding="utf-8")]
+    assert found == [], "an error of a program names the folder of Python"

@@ -49,9 +49,9 @@ def test_two_ranks_fit_the_constants_of_one(farm: Farm) -> None:
     together, fitted, digest = constants(farm, "one")
     assert {layer["constants"] for rank in ranks for layer in rank.values()} == {digest}
     farm.run(ELSEWHERE, "klt3")
-    by_itself, alone, _ = constants(farm, ELSEWHERE)
+    by_itself, fitted_again, _ = constants(farm, ELSEWHERE)
     assert by_itself.name == together.name
-    for layer, found in alone.items():
+    for layer, found in fitted_again.items():
         means = (x.keys[:, :2] for x in (found, fitted[layer]))  # type: ignore[index]
         assert relative_error(*means) < 1e-4
 

@@ -31,13 +31,14 @@ def test_a_program_that_comes_to_its_end(namespaces: bool) -> None:
         ("assert 1 + 1 == 3, 'no'", "AssertionError: no"),
         ("def f(:", "SyntaxError: "),
         ("raise SystemExit(0)", "SystemExit: 0"),
+        ("from typing import int", "ImportError: cannot import name 'int' from 'typing' (typing.py)"),
         ("import os; os._exit(0)", "it left before its end"),
         ("import os; os._exit(97)", "it left before its end"),
         ("import os; os.abort()", "killed by SIG"),
         ("f = lambda: f()\nf()", "RecursionError: "),
         ("import os; os.write(3, b'passed'); os._exit(0)", ""),
     ],
-    ids=["wrong", "no Python", "exit", "_exit", "_exit with a status", "abort", "recursion", "claims"],
+    ids=["wrong", "no Python", "exit", "import", "_exit", "_exit with a status", "abort", "recursion", "claims"],
 )
 def test_any_other_end_is_no_pass(program: str, reason: str, namespaces: bool) -> None:
     verdict = run(program, namespaces)

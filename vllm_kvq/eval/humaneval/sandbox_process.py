@@ -126,7 +126,8 @@ def _run(task: Task, user: int | None, isolation: str, word: str, pipe: int, lim
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {str(error)[:LONGEST]}".split()).removesuffix(":")
+    said = str(error).replace(os.path.dirname(os.__file__) + os.sep, "")  # where Python is says nothing of the program
+    return " ".join(f"{type(error).__name__}: {said[:LONGEST]}".split()).removesuffix(":")
 
 
 def _limit(task: Task, user: int | None, isolation: str) -> None:
