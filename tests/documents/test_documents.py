@@ -107,6 +107,16 @@ def test_the_tables_of_quality_are_what_was_measured() -> None:
     assert [line for line in lines if line not in page] == []
 
 
+@pytest.mark.parametrize("page", ["fuzz", "fuzz-klt", "fuzz-v2", "residues"])
+def test_numbers_of_requests_are_those_of_the_recorded_runs(page: str) -> None:
+    recorded = (ROOT / f"docs/results/{page}.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^ +total +(.*)$", recorded, re.M)
+    requests = int(row.split()[2])
+    words = " ".join((ROOT / "docs/testing.md").read_text(encoding="utf-8").split())
+    before, _, _ = words.partition(f"(results/{page}.md)")
+    assert re.findall(r"[\d,]*\d,\d{3}", before)[-1] == f"{requests:,}"
+
+
 def test_recorded_results_name_models_and_no_folders() -> None:
     """`eval` writes the model as it was given, which may be a path of the machine that measured."""
     folder = ROOT / "docs" / "results" / "quality"
