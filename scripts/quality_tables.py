@@ -1,4 +1,4 @@
-"""The tables of docs/quality.md and one of docs/papers.md, from the evaluations in docs/results/quality.
+"""The tables of docs/quality.md, peers.md and regression.md, and one of papers.md, from docs/results/quality.
 
 python scripts/quality_tables.py
 """

@@ -106,7 +106,7 @@ def test_a_new_command_is_noticed(added: str, tmp_path: Path, monkeypatch: pytes
     page = "docs/quality.md"
     text = (ROOT / page).read_text(encoding="utf-8")
     (tmp_path / "docs").mkdir()
-    (tmp_path / page).write_text(f"{text}\n    {added}\n")
+    (tmp_path / page).write_text(f"{text}\nOr:\n\n    {added}\n")
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     assert len(unaccounted(page, tmp_path)) == 1
 

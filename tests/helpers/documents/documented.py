@@ -105,14 +105,22 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
         "vllm serve MODEL": Account("tests/engine/oracle/test_by_layer.py::test_what_is_said"),
         "vllm-kvq eval MODEL": Account(EVAL),
     },
-    "docs/quality.md": {
+    "docs/peers.md": {
         "python -m proof weights": Account(HOURS),
-        "vllm-kvq eval .weights/": Account(HOURS, 9),
+        "vllm-kvq eval .weights/": Account(HOURS, 5),
+        "for MODEL in": Account(HOURS),
+        "python scripts/quality_tables.py": Account(TABLES),
+    },
+    "docs/quality.md": {
+        "vllm-kvq eval .weights/": Account(HOURS, 4),
         "vllm-kvq eval humaneval .weights/": Account(HOURS, 2),
-        "for MODEL in": Account(HOURS, 3),
-        "python scripts/quality_tables.py": Account(TABLES, 2),
+        "for MODEL in": Account(HOURS),
+    },
+    "docs/regression.md": {
         "python -m proof biases": Account("tests/instruments/demo/test_biases.py::test_the_command"),
+        "for MODEL in": Account(HOURS),
         "vllm-kvq eval $MODEL": Account(HOURS, 2),
+        "python scripts/quality_tables.py": Account(TABLES),
     },
     "docs/results/admit-0.31.md": {"python -m proof admit": Account(ADMIT)},
     "docs/results/admit-0.33.md": {"python -m proof admit": Account(ADMIT)},
