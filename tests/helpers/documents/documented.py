@@ -113,7 +113,7 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
     },
     "docs/quality.md": {
         "vllm-kvq eval .weights/": Account(HOURS, 4),
-        "vllm-kvq eval humaneval .weights/": Account(HOURS, 2),
+        "vllm-kvq eval humaneval .weights/": Account(HOURS, 3),
         "for MODEL in": Account(HOURS),
     },
     "docs/regression.md": {
