@@ -251,7 +251,7 @@ class Driver {
     std::fill(task.top, task.total, -1e30f);
     std::fill(task.total, task.total + rows, 0.0f);
 
-    if (tiles) begin_tiles(rows);
+    if (tiles) begin_tiles(l_, rows);
     many_ ? many_kernel_.begin(task) : keys.begin(task);
     while (int count = next) {
       std::copy_n(ahead, count, block);

@@ -168,7 +168,7 @@ struct AttendKernels {
 struct TileKernels {
   KeyKernel (*keys)(const Layout&, int rows);
   ValueKernel (*values)(const Layout&, int rows);
-  void (*begin)(int rows);
+  void (*begin)(const Layout&, int rows);
   void (*end)();
 };
 

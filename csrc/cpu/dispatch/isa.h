@@ -118,10 +118,11 @@ inline ValueKernel value_kernel(int level, const Layout& l, int rows) {
 }
 
 // Around the blocks of a task whose kernels say `tiles`.
-inline void begin_tiles(int rows) {
+inline void begin_tiles(const Layout& l, int rows) {
 #if defined(__x86_64__)
-  amx_few.begin(rows);
+  amx_few.begin(l, rows);
 #endif
+  (void)l;
   (void)rows;
 }
 inline void end_tiles() {

@@ -165,12 +165,14 @@ FEW = [
     ("klt2", 64, 4, 64, (200, 0, 37), 4, 20),
     ("klt3", 128, 4, 32, (100,), 1, 5),
     ("klt4", 64, 3, 64, (150,), 3, 0),
+    ("innerq2", 64, 4, 64, (200, 0, 37), 1, 20),
+    ("innerq2", 128, 7, 32, (200,), 2, 5),
     ("qjl3", 64, 2, 64, (100,), 1, 0),
 ]
 """1 to 44 rows, which fill up to six left tiles, all in part; blocks of one to four slabs."""
 WIDE = [
     pytest.param(name, d, gqa, 64, (300, 64, 37, 0), q, 20, marks=pytest.mark.wide)
-    for name in ("squat2", "kivi2", "kivi4", "kitty2", "klt2", "klt3", "klt4")
+    for name in ("squat2", "kivi2", "kivi4", "kitty2", "klt2", "klt3", "klt4", "innerq2")
     for d in (64, 128, 256, 512)
     for gqa in (1, 2, 4, 7, 8)
     for q in (1, 4)
@@ -193,7 +195,9 @@ def test_few_rows(name: str, d: int, gqa: int, N: int, lengths: tuple[int, ...],
         ("innerq2", {"values": "token"}, True),
         ("innerq2", {"values": "token", "value_bits": 4, "group": 64}, True),
         ("klt2", {"key_rate": 5.0, "searched_bits": 4}, True),
-        ("innerq2", {}, False),
+        ("innerq2", {"values": "raw"}, True),
+        ("qjl3", {"values": "innerq"}, True),
+        ("innerq2", {"key_bits": 4, "value_bits": 4}, False),
         ("polar4", {"values": "raw"}, False),
     ],
 )

@@ -107,6 +107,36 @@ FAULTS: tuple[Fault, ...] = tuple(
             "L::planes(c, high_stride)",
         ),
         (
+            "tiles of halves: both have the even ones",
+            f"{AMX}/halves.h",
+            "_mm512_maskz_mov_epi32(__mmask16(~LOW), x)",
+            "_mm512_maskz_mov_epi32(LOW, x)",
+        ),
+        (
+            "tiles of halves: the shape is for whole rows",
+            f"{AMX}/table.h",
+            "halves ? rows_of_halves(rows) : rows",
+            "rows",
+        ),
+        (
+            "tiles of halves: InnerQ's norm is the first page's",
+            f"{AMX}/hybrid_keys.h",
+            "if (!task.prepared || !prepared(first))",
+            "if (!task.prepared)",
+        ),
+        (
+            "tiles of halves: a block has one norm",
+            f"{AMX}/hybrid_keys.h",
+            "(slabs[last].page == slabs[first].page || prepared(last))",
+            "true",
+        ),
+        (
+            "tiles of halves: a slab has the sums of the other one",
+            f"{AMX}/hybrid_values.h",
+            "row_of_half(row, s % 2)",
+            "row_of_half(row, 1 - s % 2)",
+        ),
+        (
             "tiles of bytes: what is not attended has a scale",
             "csrc/cpu/attend/vnni/token_weights.h",
             "_mm512_maskz_cvtph_ps(attended,",
