@@ -13,6 +13,7 @@ import torch
 from cpu_fuzzing import IN_CPP
 from test_cpu_attend import TOLERANCE, case, packed_pages, reference
 
+from vllm_kvq.formats.page import HEADER_BYTES
 from vllm_kvq.formats.parts.planes import SLAB
 from vllm_kvq.kernels.build import EXTRA_FLAGS
 from vllm_kvq.kernels.cpu import attend as cpu
@@ -228,3 +229,20 @@ def test_parameters_of_tokens_that_are_not_attended_may_be_nan() -> None:
             halves[:, :, 1, :, 50 - SLAB :] = 0xFF
     for x, y in zip(cpu.attend_packed(fmt, query, pool, listed, *rest), before, strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.usefixtures("tiles")
+def test_pages_with_other_norms() -> None:
+    """A block of slabs from pages of which some neighbours have the same norm (InnerQ), as where a prefix is shared."""
+    fmt, (query, pool, listed, *rest), _ = case("innerq2", 64, 4, 32, (290,), 1, 1, 3, 0, torch.bfloat16, ())
+    pool = pool.clone()
+    ((at, field),) = (
+        x for x in zip(fmt.page_region.offsets, fmt.page_region.fields, strict=True) if "norm" in x[1].name
+    )
+    at += HEADER_BYTES
+    norms = pool[listed.ids, :, at : at + field.nbytes].view(torch.float16)
+    factors = torch.tensor([1, 2, 2, 0.5, 0.5, 0.5, 2, 1, 0.5, 2], dtype=torch.float16)
+    pool[listed.ids, :, at : at + field.nbytes] = (norms * factors[:, None, None]).view(torch.uint8)
+    want, _ = reference(fmt, query, pool, listed, *rest)
+    out, _ = cpu.attend_packed(fmt, query, pool, listed, *rest)
+    assert 1e-5 < (out - want).norm() / want.norm() < 1e-3
