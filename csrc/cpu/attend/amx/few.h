@@ -29,12 +29,13 @@ constexpr int SUMS_OF_FEW = 2 * TILE_ROWS * TILE_ROWS;
 
 inline int left_tiles(int rows) { return (rows + FEW - 1) / FEW; }
 
-// For any product of as many rows. Of more than two left tiles all have the most rows.
-inline tiles::Shape few_shape(int rows) {
-  const auto lines = [](int of) { return of <= 0 ? 0 : of <= 4 ? TILE_ROWS / 2
-                                                               : TILE_ROWS; };
-  return tiles::shape_for(lines(rows), lines(rows - FEW));
+inline int left_lines(int rows) {
+  if (rows <= 0) return 0;
+  return rows > 4 ? TILE_ROWS : TILE_ROWS / 2;
 }
+
+// For any product of as many rows. Of more than two left tiles all have the most lines.
+inline tiles::Shape few_shape(int rows) { return tiles::shape_for(left_lines(rows), left_lines(rows - FEW)); }
 
 // [rows][COLUMNS], as tiles leave it: of eight rows at a time, 16 columns, the lines of the left tile.
 struct FewSums {

@@ -56,7 +56,7 @@ FAULTS: tuple[Fault, ...] = tuple(
             "keys.tiles || values.tiles",
             "keys.tiles",
         ),
-        ("tiles of bytes: a left tile has lines for four rows", f"{AMX}/few.h", "of <= 4 ?", "of <= 8 ?"),
+        ("tiles of bytes: a left tile has lines for four rows", f"{AMX}/few.h", "rows > 4 ?", "rows > 8 ?"),
         (
             "tiles of bytes: the second left tile is the first",
             f"{AMX}/few.h",
