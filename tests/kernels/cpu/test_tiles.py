@@ -177,6 +177,7 @@ WIDE = [
     for d in (64, 128, 256, 512)
     for gqa in (1, 2, 4, 7, 8)
     for q in (1, 4)
+    if name != "innerq2" or gqa * q > 1  # one row of InnerQ meets no tiles
 ]
 
 
