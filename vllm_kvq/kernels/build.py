@@ -53,7 +53,7 @@ ISA_FLAGS = {
     "avx2": _AVX2,
     "avx512bw": _AVX512,
     "avx512": _VNNI,
-    "amx": [*_VNNI, "-mamx-tile", "-mamx-bf16"],
+    "amx": [*_VNNI, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
 }
 """Flags by the name of a source: library/avx2.cpp, ..."""
 

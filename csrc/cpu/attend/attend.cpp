@@ -216,8 +216,9 @@ class Driver {
   void pages(const Piece& piece, const Share& share, float* out) const {
     thread_local Scratch scratch;
     const int rows = int(share.rows);
-    const KeyKernel keys = many_ ? KeyKernel{} : kernels_.keys(l_, rows);
-    const ValueKernel values = many_ ? ValueKernel{} : kernels_.values(l_, rows);
+    const KeyKernel keys = many_ ? KeyKernel{} : key_kernel(a_.team.isa, l_, rows);
+    const ValueKernel values = many_ ? ValueKernel{} : value_kernel(a_.team.isa, l_, rows);
+    const bool tiles = keys.tiles || values.tiles;
     const size_t key_bytes = many_ ? many_kernel_.work_bytes(l_, rows) : keys.work_bytes(l_);
     const bool scaled = !many_ || many_kernel_.scaled;
     const size_t value_bytes = many_ ? 0 : values.work_bytes(l_);
@@ -250,6 +251,7 @@ class Driver {
     std::fill(task.top, task.total, -1e30f);
     std::fill(task.total, task.total + rows, 0.0f);
 
+    if (tiles) begin_tiles(l_, rows);
     many_ ? many_kernel_.begin(task) : keys.begin(task);
     while (int count = next) {
       std::copy_n(ahead, count, block);
@@ -259,11 +261,12 @@ class Driver {
         continue;
       }
       task.prefetch = {nullptr, nullptr, ahead, ahead + next, l_.slab_bytes};
-      for (int i = 0; i < count; ++i) keys.score(task, block[i], i * SLAB);
+      keys.score(task, block, count);
       if (task.cap > 0) kernels_.cap(task.scores, BLOCK, rows, count * SLAB, task.cap);
       kernels_.softmax(task, block, count);
       values.add(task, block, count);
     }
+    if (tiles) end_tiles();
     if (l_.value_rotated) rotate_back(task);
   }
 

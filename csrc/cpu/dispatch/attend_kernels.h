@@ -3,7 +3,7 @@
 // A task is one KV head of one request, up to ROWS of its query rows and a run of pages. The driver feeds it blocks of
 // up to BLOCK_SLABS slabs; for every block
 //
-//     keys->score      S = q K^T                                   one slab at a time, for all rows
+//     keys->score      S = q K^T                                   for all rows
 //     cap              S = c tanh(S / c)                           if the model has a soft cap
 //     softmax          m' = max(m, max S),  P = 2^(S - m'),  l = l 2^(m - m') + sum P,  O = O 2^(m - m')
 //     values->add      O = O + P V
@@ -95,15 +95,23 @@ struct Task {
 struct KeyKernel {
   size_t (*work_bytes)(const Layout&);
   void (*begin)(Task&);
-  void (*score)(Task&, const Slab&, int column);  // scores of 32 tokens into column .. column + 31 of every row
-  bool integer;                                   // built for this layout; the float32 kernels serve any, slowly
+  void (*score)(Task&, const Slab*, int count);  // scores of slab i into columns 32 i .. 32 i + 31 of every row
+  bool integer;                                  // built for this layout; the float32 kernels serve any, slowly
+  bool tiles = false;                            // needs TileKernels::begin
 };
 
 struct ValueKernel {
   size_t (*work_bytes)(const Layout&);
   void (*add)(Task&, const Slab*, int count);
   bool integer;
+  bool tiles = false;
 };
+
+// KeyKernel::score of a kernel that takes one slab and its first column.
+template <void (*score)(Task&, const Slab&, int column)>
+static void each_slab(Task& task, const Slab* slabs, int count) {
+  for (int i = 0; i < count; ++i) score(task, slabs[i], i * SLAB);
+}
 
 constexpr int RAW_AHEAD = 8;  // full-precision tokens whose keys are on their way while one is multiplied
 
@@ -153,6 +161,15 @@ struct AttendKernels {
   // the features of `rows` queries [rows][d]
   void (*project)(const Layout&, const Constants&, const float* query, int rows, float* features);
   ManyKernel many;
+};
+
+// In place of `keys` and `values` on a processor with products of tiles of bytes. Tasks of a kernel that says `tiles`
+// begin and end with these.
+struct TileKernels {
+  KeyKernel (*keys)(const Layout&, int rows);
+  ValueKernel (*values)(const Layout&, int rows);
+  void (*begin)(const Layout&, int rows);
+  void (*end)();
 };
 
 }  // namespace kvq

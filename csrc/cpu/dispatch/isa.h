@@ -61,9 +61,12 @@ extern const Isa portable_isa;
 #if defined(__x86_64__)
 extern const Isa avx2_isa, avx512bw_isa, avx512_isa;
 
-// Products of tiles of bf16 numbers (library/amx.cpp), in addition to has_bf16. The first call asks Linux for them.
-bool has_amx();
+// Products of tiles (library/amx.cpp): of bf16 numbers, in addition to has_bf16, and of bytes. The first call asks Linux
+// for them.
+bool has_amx_bf16();
+bool has_amx_bytes();
 extern const ManyKernel amx_many;
+extern const TileKernels amx_few;
 #endif
 
 #if defined(__x86_64__)
@@ -84,10 +87,47 @@ inline const Isa& isa(int level) {
 
 inline bool has_tiles(int level) {
 #if defined(__x86_64__)
-  return level == 3 && has_bf16() && has_amx();
+  return level == 3 && has_bf16() && has_amx_bf16();
 #else
   (void)level;
   return false;
+#endif
+}
+
+inline bool has_byte_tiles(int level) {
+#if defined(__x86_64__)
+  return level == 3 && has_amx_bytes();
+#else
+  (void)level;
+  return false;
+#endif
+}
+
+inline KeyKernel key_kernel(int level, const Layout& l, int rows) {
+#if defined(__x86_64__)
+  if (has_byte_tiles(level)) return amx_few.keys(l, rows);
+#endif
+  return isa(level).attend.keys(l, rows);
+}
+
+inline ValueKernel value_kernel(int level, const Layout& l, int rows) {
+#if defined(__x86_64__)
+  if (has_byte_tiles(level)) return amx_few.values(l, rows);
+#endif
+  return isa(level).attend.values(l, rows);
+}
+
+// Around the blocks of a task whose kernels say `tiles`.
+inline void begin_tiles(const Layout& l, int rows) {
+#if defined(__x86_64__)
+  amx_few.begin(l, rows);
+#endif
+  (void)l;
+  (void)rows;
+}
+inline void end_tiles() {
+#if defined(__x86_64__)
+  amx_few.end();
 #endif
 }
 

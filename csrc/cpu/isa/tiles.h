@@ -1,4 +1,5 @@
 //     C[m][n] += sum_k A[m][2 k] B[k][2 n] + A[m][2 k + 1] B[k][2 n + 1]          A, B: bf16, C: float32
+//     C[m][n] += sum_k sum_i<4 A[m][4 k + i] B[k][4 n + i]                        A: int8, B: uint8, C: int32
 //
 // The eight tile registers of AMX, 16 rows of 64 bytes each: a pair of C tiles in columns for each of two A tiles, and
 // two B tiles. In assembly, because g++ 12's intrinsics do not tell the compiler what memory they read.
@@ -113,9 +114,14 @@ inline float widened(uint16_t x) {
 }
 
 template <int C, int A, int B>
-inline void multiply_add() {
+inline void refuse_shapes() {
   refuse_unless(rows_of(C) == rows_of(A), "the sums have other rows than the left factor");
-  refuse_unless(rows_of(B) == TILE_ROWS, "the right factor has other rows than the left one has pairs");
+  refuse_unless(rows_of(B) == TILE_ROWS, "the right factor has other rows than the left one has words");
+}
+
+template <int C, int A, int B>
+inline void multiply_add() {
+  refuse_shapes<C, A, B>();
   float b[TILE_ROWS][PAIRS], c[TILE_ROWS];
   for (int k = 0; k < TILE_ROWS; ++k)
     for (int n = 0; n < PAIRS; ++n) {
@@ -130,6 +136,22 @@ inline void multiply_add() {
       std::memcpy(a, registers().bytes[A][m] + 4 * k, 4);
       for (int n = 0; n < TILE_ROWS; ++n) c[n] += widened(a[0]) * b[k][2 * n] + widened(a[1]) * b[k][2 * n + 1];
     }
+    std::memcpy(registers().bytes[C][m], c, sizeof c);
+  }
+}
+
+template <int C, int A, int B>
+inline void multiply_add_bytes() {
+  refuse_shapes<C, A, B>();
+  const auto& right = registers().bytes[B];
+  int32_t c[TILE_ROWS];
+  int8_t a[TILE_BYTES];
+  for (int m = 0; m < rows_of(A); ++m) {
+    std::memcpy(c, registers().bytes[C][m], sizeof c);
+    std::memcpy(a, registers().bytes[A][m], sizeof a);
+    for (int k = 0; k < TILE_ROWS; ++k)
+      for (int i = 0; i < 4; ++i)
+        for (int n = 0; n < TILE_ROWS; ++n) c[n] += a[4 * k + i] * right[k][4 * n + i];
     std::memcpy(registers().bytes[C][m], c, sizeof c);
   }
 }
@@ -154,6 +176,10 @@ inline void store_rows(void* to, int64_t stride) {
 template <int C, int A, int B>
 inline void multiply_add() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+template <int C, int A, int B>
+inline void multiply_add_bytes() {
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
 #endif

@@ -63,9 +63,11 @@ tvm::ffi::String exported_names(tvm::ffi::String of) { return names(of); }
 
 int64_t best_isa() { return kvq::best_isa(); }
 bool has_tiles(int64_t level) { return kvq::has_tiles(int(level)); }
+bool has_byte_tiles(int64_t level) { return kvq::has_byte_tiles(int(level)); }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(names, exported_names);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(best_isa, best_isa);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(has_tiles, has_tiles);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(has_byte_tiles, has_byte_tiles);

@@ -108,6 +108,23 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("few", "many", "said"),
+    [
+        (False, False, ""),
+        (True, False, "; AMX for decode steps"),
+        (True, True, "; AMX for decode steps and the chunks of prompts"),
+    ],
+)
+def test_what_amx_is_used_for(few: bool, many: bool, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = SimpleNamespace(
+        names=lambda of: " ".join(ISAS), has_byte_tiles=lambda level: few, has_tiles=lambda level: many
+    )
+    monkeypatch.setattr(environment, "library", lambda: stand_in)
+    monkeypatch.setattr(build, "built", lambda: Path("kernels/cpu.so"))
+    assert topic("instruction set", environment.kernels()).text == f"{ISAS[isa()]} of {', '.join(ISAS)}{said}"
+
+
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow, but it works; and nothing is compiled to find out."""
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))

@@ -140,7 +140,8 @@ def kernels() -> list[Finding]:
     if lib is None:
         return [Finding("kernels", NOTE, f"{path} can't be loaded: the PyTorch kernels serve, slowly")]
     known = ", ".join(str(lib.names("isas")).split())
-    tiles = "; AMX for the chunks of prompts" if lib.has_tiles(isa()) else ""
+    uses = ["decode steps"] * lib.has_byte_tiles(isa()) + ["the chunks of prompts"] * lib.has_tiles(isa())
+    tiles = f"; AMX for {' and '.join(uses)}" if uses else ""
     return [
         Finding("kernels", FINE, f"{path.name} in {path.parent}"),
         Finding("instruction set", FINE, f"{ISAS[isa()]}{' (VLLM_KVQ_ISA)' if wanted else ''} of {known}{tiles}"),

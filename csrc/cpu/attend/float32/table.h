@@ -11,7 +11,7 @@
 namespace {
 namespace float32 {
 
-inline kvq::KeyKernel keys(const kvq::Layout&, int) { return {key_bytes, begin_keys, score, false}; }
+inline kvq::KeyKernel keys(const kvq::Layout&, int) { return {key_bytes, begin_keys, kvq::each_slab<score>, false}; }
 
 inline kvq::ValueKernel values(const kvq::Layout&, int) { return {value_bytes, add, false}; }
 

@@ -15,45 +15,54 @@ template <int D>
 struct BoostedKeys {
   static constexpr int LOW = D / 4, PLANE = LOW + D / 8;  // half of the channels may be boosted
   static constexpr int ROW = (4 * PLANE + PACK - 1) / PACK * PACK;
+  static constexpr int CODE_BITS = 2;
+  static int words(const Layout& l) { return int(D + l.boosted) / 16; }
   static constexpr int CHUNK = SUMS<2> / 4;  // words between two widenings
+
+  struct Folded {
+    alignas(64) float of[4][ROW];  // what lies between the planes stays 0
+    int32_t from[D];               // of a boosted channel: its place in a row of `of`
+
+    void begin() { std::memset(of, 0, sizeof of); }
+    void find(const Layout& l, const Slab& slab) {
+      boosted_channels(slab.data + l.k_scale, D, int(l.boosted), from);
+      for (int i = 0; i < l.boosted; ++i) from[i] = from[i] / LOW * PLANE + from[i] % LOW;
+    }
+  };
 
   struct Work {
     alignas(64) int8_t q8[PARTS * 4 * ROW];
-    alignas(64) float folded[4][ROW];  // what lies between the planes stays 0
-    float step[4], offset[4];          // of a tile's rows: score = step * integer + offset
-    int32_t from[D];                   // of a boosted channel: its place in `folded`
+    Folded folded;
+    float step[4], offset[4];  // of a tile's rows: score = step * integer + offset
   };
 
   static size_t work_bytes(const Layout&) { return align64(sizeof(Work)); }
-  static void begin(Task& task) {
-    Work& work = *reinterpret_cast<Work*>(task.key_work);
-    std::memset(work.folded, 0, sizeof work.folded);
-  }
+  static void begin(Task& task) { reinterpret_cast<Work*>(task.key_work)->folded.begin(); }
 
   static void score(Task& task, const Slab& slab, int column) {
     Work& work = *reinterpret_cast<Work*>(task.key_work);
-    const int boosted = int(task.layout->boosted);
-    boosted_channels(slab.data + task.layout->k_scale, D, boosted, work.from);
-    for (int i = 0; i < boosted; ++i) work.from[i] = work.from[i] / LOW * PLANE + work.from[i] % LOW;
+    work.folded.find(*task.layout, slab);
     row_tiles(task.rows, [&](auto r, int row) { tile<decltype(r)::value>(task, slab, column, row, work); });
   }
 
   template <int R>
   static __attribute__((noinline)) void tile(Task& task, const Slab& slab, int column, int row, Work& work) {
     const Layout& l = *task.layout;
-    const int words = int(D + l.boosted) / 16;
-    fold<R>(task.query + row * D, slab.data + l.k_scale, slab.data + l.k_zero, int(l.boosted), work);
+    const int count = words(l);
+    fold<R>(task.query + row * D, l, slab, work.folded, work.q8, work.q8 + R * ROW, work.step, work.offset);
     float* scores = task.scores + row * BLOCK + column;
     const auto finish = [&](auto r, int token, Reals s) KVQ_LAMBDA {
       const Reals step = L::all(work.step[r]), offset = L::all(work.offset[r]);
       store(scores + r * BLOCK + token, fmadd(s, step, offset));
     };
-    dot_words<ROW, PLANE, 2, R>(slab.data + l.k_codes, words, words < CHUNK ? words : CHUNK, work.q8, task.prefetch,
+    dot_words<ROW, PLANE, 2, R>(slab.data + l.k_codes, count, count < CHUNK ? count : CHUNK, work.q8, task.prefetch,
                                 finish);
   }
 
   template <int R>
-  KVQ_INLINE static void fold(const float* query, const uint8_t* scale, const uint8_t* zero, int boosted, Work& work) {
+  KVQ_INLINE static void fold(const float* query, const Layout& l, const Slab& slab, Folded& folded, int8_t* hi, int8_t* lo,
+                              float* step, float* offset) {
+    const uint8_t *scale = slab.data + l.k_scale, *zero = slab.data + l.k_zero;
     Reals largest[4], zeros[4];
     unroll<4>([&](auto r) KVQ_LAMBDA { largest[r] = zeros[r] = Reals{}; });
     for (int plane = 0; plane < 4; ++plane)
@@ -62,31 +71,31 @@ struct BoostedKeys {
         const Reals s = absolute(L::load_halves(scale + 2 * c)), z = L::load_halves(zero + 2 * c);
         unroll<R>([&](auto r) KVQ_LAMBDA {
           const Reals q = L::load(query + r * D + c);
-          store(work.folded[r] + plane * PLANE + i, q * s);
+          store(folded.of[r] + plane * PLANE + i, q * s);
           zeros[r] = fmadd(q, z, zeros[r]);
         });
       }
-    const int high = boosted / 4;
+    const int high = int(l.boosted) / 4;
     for (int plane = 0; plane < 4; ++plane)
       for (int i = 0; i < high; ++i) {
-        const int from = work.from[plane * high + i], to = plane * PLANE + LOW + i;
-        unroll<R>([&](auto r) KVQ_LAMBDA { work.folded[r][to] = 4 * work.folded[r][from]; });
+        const int from = folded.from[plane * high + i], to = plane * PLANE + LOW + i;
+        unroll<R>([&](auto r) KVQ_LAMBDA { folded.of[r][to] = 4 * folded.of[r][from]; });
       }
     for (int i = 0; i < ROW; i += WIDTH)
-      unroll<R>([&](auto r) KVQ_LAMBDA { largest[r] = max_abs(largest[r], L::load(work.folded[r] + i)); });
+      unroll<R>([&](auto r) KVQ_LAMBDA { largest[r] = max_abs(largest[r], L::load(folded.of[r] + i)); });
     const __m128 top = _mm_max_ps(reduce4<Max>(largest), _mm_set1_ps(1e-30f));
     alignas(16) float factors[4];
     _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE), top));
-    _mm_storeu_ps(work.step, _mm_mul_ps(top, _mm_set1_ps(1 / RANGE)));
-    _mm_storeu_ps(work.offset, reduce4<Add>(zeros));
+    _mm_storeu_ps(step, _mm_mul_ps(top, _mm_set1_ps(1 / RANGE)));
+    _mm_storeu_ps(offset, reduce4<Add>(zeros));
     for (int i = 0; i < ROW; i += PACK)
       unroll<R>([&](auto r) KVQ_LAMBDA {
         const Reals factor = L::all(factors[r]);
         Reals x[PACK / WIDTH];
         unroll<PACK / WIDTH>([&](auto v) KVQ_LAMBDA {
-          x[v] = fixed(L::load(work.folded[r] + i + WIDTH * v), factor);
+          x[v] = fixed(L::load(folded.of[r] + i + WIDTH * v), factor);
         });
-        pack(x, work.q8 + r * ROW + i, work.q8 + (R + r) * ROW + i);
+        pack(x, hi + r * ROW + i, lo + r * ROW + i);
       });
   }
 };

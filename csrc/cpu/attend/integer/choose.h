@@ -2,8 +2,10 @@
 //
 // `Set` names the kernels of an instruction set: Channel<D, BITS>, Boosted<D>, Hybrid<D>, Sketch<D>,
 // Polar<D, RADIUS_BITS>, Transformed<PLANE>, Token<BITS>, Searched<BITS>, HybridValues; and LANES, the 32-bit lanes of its
-// vectors.
+// vectors. What it calls Elsewhere, and what has no kernel here, other_keys and other_values serve.
 #pragma once
+
+#include <type_traits>
 
 #include "../float32/table.h"
 
@@ -12,14 +14,24 @@ namespace unrolled {
 
 using namespace kvq;
 
-template <class K>
-constexpr KeyKernel key_kernel() {
-  return {K::work_bytes, K::begin, K::score, true};
+struct Elsewhere {};
+
+template <class Set, class K>
+inline KeyKernel key_kernel(const Layout& l, int rows) {
+  if constexpr (std::is_same_v<K, Elsewhere>)
+    return Set::other_keys(l, rows);
+  else if constexpr (Set::TILES)
+    return {K::work_bytes, K::begin, K::score, true, true};
+  else
+    return {K::work_bytes, K::begin, each_slab<K::score>, true};
 }
 
-template <class K>
-constexpr ValueKernel value_kernel() {
-  return {K::work_bytes, K::add, true};
+template <class Set, class K>
+inline ValueKernel value_kernel(const Layout& l, int rows) {
+  if constexpr (std::is_same_v<K, Elsewhere>)
+    return Set::other_values(l, rows);
+  else
+    return {K::work_bytes, K::add, true, Set::TILES};
 }
 
 template <int D>
@@ -31,7 +43,7 @@ struct Size {
 constexpr int MOST_UNROLLED = 256;
 
 // f(Size<D>) for the head sizes whose planes are whole vectors.
-template <class F>
+template <class Set, class F>
 inline KeyKernel by_head_size(const Layout& l, int rows, F&& f) {
   switch (l.d) {
 #ifndef KVQ_SANITIZED
@@ -42,39 +54,39 @@ inline KeyKernel by_head_size(const Layout& l, int rows, F&& f) {
     case 256: return f(Size<256>{});
     case 512: return f(Size<512>{});
 #endif
-    default: return float32::keys(l, rows);
+    default: return Set::other_keys(l, rows);
   }
 }
 
 // By the slots that a plane has room for: each head has as many, whatever its size.
 template <class Set>
 inline KeyKernel choose_transformed(const Layout& l, int rows) {
-  if (l.slots <= 4 * 64) return key_kernel<typename Set::template Transformed<64>>();
+  if (l.slots <= 4 * 64) return key_kernel<Set, typename Set::template Transformed<64>>(l, rows);
 #ifndef KVQ_SANITIZED
-  if (l.slots <= 4 * 128) return key_kernel<typename Set::template Transformed<128>>();
-  if (l.slots <= 4 * 256) return key_kernel<typename Set::template Transformed<256>>();
+  if (l.slots <= 4 * 128) return key_kernel<Set, typename Set::template Transformed<128>>(l, rows);
+  if (l.slots <= 4 * 256) return key_kernel<Set, typename Set::template Transformed<256>>(l, rows);
 #endif
-  return float32::keys(l, rows);
+  return Set::other_keys(l, rows);
 }
 
 template <class Set>
 inline KeyKernel choose_keys(const Layout& l, int rows) {
   if (l.keys == Keys::transformed) return choose_transformed<Set>(l, rows);
-  return by_head_size(l, rows, [&](auto size) -> KeyKernel {
+  return by_head_size<Set>(l, rows, [&](auto size) -> KeyKernel {
     constexpr int D = decltype(size)::d;
     const bool channel = l.keys == Keys::channel, polar = l.keys == Keys::polar && !l.paper && l.key_bits == 4;
-    if (channel && l.key_bits == 2) return key_kernel<typename Set::template Channel<D, 2>>();
-    if (channel && l.key_bits == 4) return key_kernel<typename Set::template Channel<D, 4>>();
-    if (l.keys == Keys::boosted && l.boosted <= D / 2) return key_kernel<typename Set::template Boosted<D>>();
-    if (l.keys == Keys::hybrid && l.key_bits == 2) return key_kernel<typename Set::template Hybrid<D>>();
+    if (channel && l.key_bits == 2) return key_kernel<Set, typename Set::template Channel<D, 2>>(l, rows);
+    if (channel && l.key_bits == 4) return key_kernel<Set, typename Set::template Channel<D, 4>>(l, rows);
+    if (l.keys == Keys::boosted && l.boosted <= D / 2) return key_kernel<Set, typename Set::template Boosted<D>>(l, rows);
+    if (l.keys == Keys::hybrid && l.key_bits == 2) return key_kernel<Set, typename Set::template Hybrid<D>>(l, rows);
     if constexpr (D <= MOST_UNROLLED) {
       const bool outer = l.outer_rows == l.d || !l.outliers;
       if (l.keys == Keys::sketch && l.sketch_rows == 2 * l.d && outer && l.outliers <= 32)
-        return key_kernel<typename Set::template Sketch<D>>();
-      if (polar && l.radius_bits == 4) return key_kernel<typename Set::template Polar<D, 4>>();
-      if (polar && l.radius_bits == 2) return key_kernel<typename Set::template Polar<D, 2>>();
+        return key_kernel<Set, typename Set::template Sketch<D>>(l, rows);
+      if (polar && l.radius_bits == 4) return key_kernel<Set, typename Set::template Polar<D, 4>>(l, rows);
+      if (polar && l.radius_bits == 2) return key_kernel<Set, typename Set::template Polar<D, 2>>(l, rows);
     }
-    return float32::keys(l, rows);
+    return Set::other_keys(l, rows);
   });
 }
 
@@ -82,18 +94,18 @@ template <class Set>
 inline ValueKernel choose_values(const Layout& l, int rows) {
   const bool whole_planes = l.d * low_value_bits(l) / 8 % Set::LANES == 0, whole_groups = l.group % 32 == 0;
   if (l.values == Values::token && whole_planes && whole_groups) {
-    if (l.value_bits == 2) return value_kernel<typename Set::template Token<2>>();
-    if (l.value_bits == 4) return value_kernel<typename Set::template Token<4>>();
+    if (l.value_bits == 2) return value_kernel<Set, typename Set::template Token<2>>(l, rows);
+    if (l.value_bits == 4) return value_kernel<Set, typename Set::template Token<4>>(l, rows);
   }
   if (l.values == Values::searched && whole_planes) {
     const int64_t high = l.d / 8;  // words of a plane of third bits
-    if (l.value_bits == 2) return value_kernel<typename Set::template Searched<2>>();
+    if (l.value_bits == 2) return value_kernel<Set, typename Set::template Searched<2>>(l, rows);
     if (l.value_bits == 3 && (high % Set::LANES == 0 || high == 8))
-      return value_kernel<typename Set::template Searched<3>>();
-    if (l.value_bits == 4) return value_kernel<typename Set::template Searched<4>>();
+      return value_kernel<Set, typename Set::template Searched<3>>(l, rows);
+    if (l.value_bits == 4) return value_kernel<Set, typename Set::template Searched<4>>(l, rows);
   }
-  if (l.values == Values::hybrid && l.value_bits == 2 && whole_planes) return value_kernel<typename Set::HybridValues>();
-  return float32::values(l, rows);
+  if (l.values == Values::hybrid && l.value_bits == 2 && whole_planes) return value_kernel<Set, typename Set::HybridValues>(l, rows);
+  return Set::other_values(l, rows);
 }
 
 }  // namespace unrolled

@@ -13,6 +13,7 @@ namespace integer {
 
 struct Set {
   static constexpr int LANES = WIDTH;
+  static constexpr bool TILES = false;
   template <int D, int BITS>
   using Channel = ChannelKeys<D, BITS>;
   template <int D>
@@ -30,6 +31,8 @@ struct Set {
   template <int BITS>
   using Searched = TokenValues<BITS, true>;
   using HybridValues = HybridValues2;
+  static KeyKernel other_keys(const Layout& l, int rows) { return float32::keys(l, rows); }
+  static ValueKernel other_values(const Layout& l, int rows) { return float32::values(l, rows); }
 };
 
 inline KeyKernel keys(const Layout& l, int rows) { return unrolled::choose_keys<Set>(l, rows); }

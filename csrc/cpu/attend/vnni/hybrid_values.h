@@ -26,7 +26,7 @@ struct HybridValues2 {
     const Layout& l = *task.layout;
     row_tiles(task.rows, [&](auto r, int row) {
       constexpr int R = decltype(r)::value;
-      weigh<R>(task.scores + row * BLOCK, count, work);
+      weigh<R>(task.scores + row * BLOCK, count, work.weights, work.step, work.sum);
       by_stride<2>(l.d, [&](auto stride) KVQ_LAMBDA {
         for (int c = 0; c < l.d; c += 32)
           multiply<R>(l, stride, slabs, count, c, work, task.prefetch, task.out + row * l.d + c);
@@ -34,8 +34,9 @@ struct HybridValues2 {
     });
   }
 
+  // `step` has 4 numbers, `sum` those of BLOCK_SLABS.
   template <int R>
-  KVQ_INLINE static void weigh(const float* p, int count, Work& work) {
+  KVQ_INLINE static void weigh(const float* p, int count, int8_t (&weights)[PARTS][4][BLOCK], float* step, float (*sum)[4]) {
     __m512 largest[4];
     unroll<4>([&](auto r) KVQ_LAMBDA { largest[r] = _mm512_setzero_ps(); });
     for (int t = 0; t < count * SLAB; t += 16)
@@ -43,7 +44,7 @@ struct HybridValues2 {
     const __m128 top = _mm_max_ps(reduce4<Max>(largest), _mm_set1_ps(1e-30f));
     alignas(16) float factors[4];
     _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE), top));
-    _mm_storeu_ps(work.step, _mm_mul_ps(top, _mm_set1_ps(1 / RANGE)));
+    _mm_storeu_ps(step, _mm_mul_ps(top, _mm_set1_ps(1 / RANGE)));
     for (int t = 0; t < count * SLAB; t += 64) {
       const __m512 magic = _mm512_set1_ps(MAGIC);
       __m512 first[4], second[4];  // sums of the rounded weights (see HybridKeys2::prepare) of two slabs
@@ -54,12 +55,12 @@ struct HybridValues2 {
           const __m512 weight = _mm512_load_ps(p + r * BLOCK + t + 16 * v);
           x[v] = _mm512_fmadd_ps(weight, _mm512_set1_ps(factors[r]), magic);
         });
-        pack(x, work.weights[0][r] + t, work.weights[1][r] + t);
+        pack(x, weights[0][r] + t, weights[1][r] + t);
         first[r] = _mm512_add_ps(_mm512_sub_ps(x[0], magic), _mm512_sub_ps(x[1], magic));
         second[r] = _mm512_add_ps(_mm512_sub_ps(x[2], magic), _mm512_sub_ps(x[3], magic));
       });
-      _mm_storeu_ps(work.sum[t / SLAB], reduce4<Add>(first));
-      _mm_storeu_ps(work.sum[t / SLAB + 1], reduce4<Add>(second));
+      _mm_storeu_ps(sum[t / SLAB], reduce4<Add>(first));
+      _mm_storeu_ps(sum[t / SLAB + 1], reduce4<Add>(second));
     }
   }
 

@@ -70,9 +70,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "C++: a channel's codes are not centred",
-        "csrc/cpu/attend/integer/transformed_keys.h",
-        "-0.5f * reduce<Add>(middle)",
-        "0.0f * reduce<Add>(middle)",
+        "csrc/cpu/attend/integer/digits.h",
+        "-0.5f * reduce<Add>(sum)",
+        "0.0f * reduce<Add>(sum)",
         f"{KERNELS}/cpu/test_cpu_attend.py -k klt",
         slow=True,
     ),
