@@ -102,9 +102,10 @@ def test_the_tables_of_quality_are_what_was_measured() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "quality_tables.py")]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = [line for line in printed.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
-    page = "".join((ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("quality", "peers", "regression", "papers"))
+    names = ("quality", "peers", "regression", "papers")
+    pages = "".join((ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in names)
     assert len(lines) > 80
-    assert [line for line in lines if line not in page] == []
+    assert [line for line in lines if line not in pages] == []
 
 
 @pytest.mark.parametrize("page", ["fuzz", "fuzz-klt", "fuzz-v2", "residues"])
