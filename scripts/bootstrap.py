@@ -168,15 +168,12 @@ class Venv:
     def has_distribution(self, name: str) -> bool:
         return self.runs("-c", f"import importlib.metadata as m; m.version({name!r})")
 
-    def pip(self, verb: str, *arguments: str) -> None:
-        if verb == "install" and not sys.dont_write_bytecode:
-            # Python does that when it first imports a module, and most of these 28,000 are never imported
-            arguments = ("--no-compile", *arguments)
-        command = [str(self.python), "-m", "pip", "--disable-pip-version-check", "--no-input", verb, *arguments]
+    def pip(self, *arguments: str) -> None:
+        command = [str(self.python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
         done = subprocess.run(command, capture_output=True, text=True)
         log = done.stdout + done.stderr
         with (self.path / "bootstrap.log").open("a", encoding="utf-8") as file:
-            file.write(f"$ pip {' '.join((verb, *arguments))}\n{log}\n")
+            file.write(f"$ pip {' '.join(arguments)}\n{log}\n")
         if done.returncode:
             print(*log.strip().splitlines()[-5:], sep="\n", file=sys.stderr)
             raise PipFailure(explain_pip_failure(log), log)

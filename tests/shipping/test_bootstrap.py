@@ -131,25 +131,6 @@ def test_kernels_compile_during_the_downloads(
     assert pip_calls == [("install", HEADERS)]
 
 
-@pytest.mark.parametrize("written", [True, False], ids=["bytecode", "no bytecode"])
-def test_modules_are_compiled_at_once_only_where_imports_would_not_keep_them(
-    boot: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: bool
-) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    (tmp_path / ".venv").mkdir()
-    monkeypatch.setattr(boot.subprocess, "run", run)
-    monkeypatch.setattr(sys, "dont_write_bytecode", not written)
-    boot.Venv(tmp_path).pip("install", "torch")
-    boot.Venv(tmp_path).pip("uninstall", "--yes", "torch")
-    assert ["--no-compile" in command for command in commands] == [written, False]
-    assert commands[0][-1] == "torch"
-
-
 def test_the_compiler_is_not_waited_for(boot: ModuleType, root: Path) -> None:
     """Its module runs with the environment's Python, in the repository; what it says is kept."""
     module = root / "vllm_kvq" / "kernels" / "__main__.py"
