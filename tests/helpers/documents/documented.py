@@ -112,7 +112,7 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
         "python scripts/quality_tables.py": Account(TABLES),
     },
     "docs/quality.md": {
-        "vllm-kvq eval .weights/": Account(HOURS, 4),
+        "vllm-kvq eval .weights/": Account(HOURS, 5),
         "vllm-kvq eval humaneval .weights/": Account(HOURS, 3),
         "for MODEL in": Account(HOURS),
     },
