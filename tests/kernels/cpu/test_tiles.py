@@ -204,7 +204,7 @@ def test_few_rows(name: str, d: int, gqa: int, N: int, lengths: tuple[int, ...],
     ],
 )
 def test_which_halves_meet_tiles(name: str, options: dict[str, Any], served: bool) -> None:
-    """Keys or values alone. In this build the other kernels use float32; a processor with AMX has VNNI for the rest."""
+    """Only keys or only values meet tiles: float32 kernels serve the others here, VNNI's on a processor with AMX."""
     error = run_few(name, 128, 4, 64, (100, 70), **options)
     assert error <= 1e-3
     if "-DKVQ_EMULATED_TILES" in os.environ.get(EXTRA_FLAGS, ""):
