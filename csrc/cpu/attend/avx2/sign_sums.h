@@ -27,15 +27,43 @@ struct NibbleSigns {
 };
 constexpr NibbleSigns NIBBLE_SIGNS;
 
+// The tables of one row for four bytes of bits: [nibble][low, high bytes][byte % 4][code].
+using NibbleTables = uint8_t[2][2][4][16];
+
+// sums[r][t] = <f, +-1> of R rows and WIDTH tokens from WIDTH t on, `quads` times 32 features. One function for all
+// sketches, which would otherwise be most of what this file compiles to.
+template <int R>
+static __attribute__((noinline)) void add_signs(const uint8_t* bits, const NibbleTables* tables, int quads,
+                                                Prefetch& prefetch, Reals (&sums)[R][PER_SLAB]) {
+  NibbleSums acc[R];
+  for (int quad = 0; quad < quads; ++quad) {
+    Ints bytes[NibbleSums::VECTORS_OF_BYTES];
+    NibbleSums::turn(bits + quad * 128, bytes);
+    prefetch.lines<2>();
+    unroll<2>([&](auto nibble) KVQ_LAMBDA {
+      unroll<NibbleSums::VECTORS_OF_BYTES>([&](auto v) KVQ_LAMBDA {
+        const Ints codes = shift_right<4 * nibble>(bytes[v]) & L::all8(15);
+        unroll<R>([&](auto r) KVQ_LAMBDA {
+          const auto& parts = tables[r * quads + quad][nibble];
+          acc[r].template add<v>(parts[0][0], parts[1][0], codes);
+        });
+      });
+    });
+  }
+  unroll<R>([&](auto r) KVQ_LAMBDA {
+    unroll<PER_SLAB>([&](auto t) KVQ_LAMBDA { sums[r][t] = acc[r].template tokens<t>(); });
+  });
+}
+
 template <int N>
 struct SignSums {
   static constexpr int STRIDE = N / 8, QUADS = N / 32;
 
-  alignas(64) uint8_t table[ROWS][QUADS][2][2][4][16];  // [row][quad][nibble][low, high bytes][byte % 4][code]
+  alignas(64) NibbleTables table[ROWS][QUADS];
   float step[ROWS];
 
   // Tables of row `row` from its N features.
-  void fill(int row, const float* f) {
+  __attribute__((noinline)) void fill(int row, const float* f) {
     Reals magnitudes[4] = {};
     for (int j = 0; j < N; j += WIDTH) magnitudes[0] = magnitudes[0] + absolute(L::load(f + j));
     const float total = _mm_cvtss_f32(reduce4<Add>(magnitudes)) + 1e-30f, most = 32767.0f - N;  // rounding adds 1/2 each
@@ -58,27 +86,9 @@ struct SignSums {
       }
   }
 
-  // Calls finish(row, token, sums of the WIDTH tokens from there on) for R rows from `row` on.
-  template <int R, class Finish>
-  KVQ_INLINE void add(const uint8_t* bits, int row, Prefetch& prefetch, Finish finish) const {
-    NibbleSums acc[R];
-    for (int quad = 0; quad < QUADS; ++quad) {
-      Ints bytes[NibbleSums::VECTORS_OF_BYTES];
-      NibbleSums::turn(bits + quad * 128, bytes);
-      prefetch.lines<2>();
-      unroll<2>([&](auto nibble) KVQ_LAMBDA {
-        unroll<NibbleSums::VECTORS_OF_BYTES>([&](auto v) KVQ_LAMBDA {
-          const Ints codes = shift_right<4 * nibble>(bytes[v]) & L::all8(15);
-          unroll<R>([&](auto r) KVQ_LAMBDA {
-            const auto& parts = table[row + r][quad][nibble];
-            acc[r].template add<v>(parts[0][0], parts[1][0], codes);
-          });
-        });
-      });
-    }
-    unroll<R>([&](auto r) KVQ_LAMBDA {
-      unroll<PER_SLAB>([&](auto t) KVQ_LAMBDA { finish(r, WIDTH * t, acc[r].template tokens<t>()); });
-    });
+  template <int R>
+  KVQ_INLINE void add(const uint8_t* bits, int row, Prefetch& prefetch, Reals (&sums)[R][PER_SLAB]) const {
+    add_signs<R>(bits, table[row], QUADS, prefetch, sums);
   }
 };
 

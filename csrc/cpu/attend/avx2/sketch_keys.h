@@ -87,16 +87,21 @@ struct SketchKeys {
   template <int R>
   static __attribute__((noinline)) void tile(Task& task, const Slab& slab, int column, int row, const Work& work) {
     const Layout& l = *task.layout;
+    const Constants& constants = *task.constants;
     float* scores = task.scores + row * BLOCK + column;
-    work.inner.template add<R>(slab.data + l.k_bits, row, task.prefetch, [&](auto r, int token, Reals s) KVQ_LAMBDA {
-      const Reals step = L::all(work.inner.step[row + r] * task.constants->sketch_scale);
-      store(scores + r * BLOCK + token, s * step * L::load_halves(slab.data + l.k_norm + 2 * token));
-    });
-    if (!l.outliers) return;
-    work.outer.template add<R>(slab.data + l.ko_bits, row, task.prefetch, [&](auto r, int token, Reals s) KVQ_LAMBDA {
-      const Reals step = L::all(work.outer.step[row + r] * task.constants->outer_scale);
-      float* to = scores + r * BLOCK + token;
-      store(to, fmadd(s * step, L::load_halves(slab.data + l.ko_norm + 2 * token), L::load(to)));
+    Reals inner[R][PER_SLAB], outer[R][PER_SLAB];
+    work.inner.template add<R>(slab.data + l.k_bits, row, task.prefetch, inner);
+    if (l.outliers) work.outer.template add<R>(slab.data + l.ko_bits, row, task.prefetch, outer);
+    unroll<R>([&](auto r) KVQ_LAMBDA {
+      const Reals step = L::all(work.inner.step[row + r] * constants.sketch_scale);
+      const Reals outer_step = L::all(work.outer.step[row + r] * constants.outer_scale);
+      unroll<PER_SLAB>([&](auto t) KVQ_LAMBDA {
+        constexpr int token = WIDTH * t;
+        Reals score = inner[r][t] * step * L::load_halves(slab.data + l.k_norm + 2 * token);
+        if (l.outliers)
+          score = fmadd(outer[r][t] * outer_step, L::load_halves(slab.data + l.ko_norm + 2 * token), score);
+        store(scores + r * BLOCK + token, score);
+      });
     });
   }
 };

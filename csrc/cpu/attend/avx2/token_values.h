@@ -58,7 +58,8 @@ struct TokenProducts {
       for (int s = first; s < first + RUN && s < count; ++s) {
         const int8_t* weights = work.weights[0][0][group] + s * SLAB;
         const char* ahead = prefetch.take<2>();  // at once: a branch amid the sums would move them about
-        unroll<SLAB / 4>([&](auto e) KVQ_LAMBDA {
+#pragma GCC unroll 8
+        for (int e = 0; e < SLAB / 4; ++e) {
           Ints code[T];
           unroll<T>([&](auto t) KVQ_LAMBDA {
             const Ints bytes = L::load_bytes(slabs[s].data + at[t] + e * stride * 4);
@@ -74,7 +75,7 @@ struct TokenProducts {
             const Ints b = quad(weights + (part * 4 + r) * GROUPS * BLOCK + e * 4);
             unroll<T>([&](auto t) KVQ_LAMBDA { dot(acc[x][t], code[t], b); });
           });
-        });
+        }
       }
       unroll<R>([&](auto r) KVQ_LAMBDA {
         unroll<T>([&](auto t) KVQ_LAMBDA {
