@@ -3,7 +3,7 @@
     python -m proof sanitize address,undefined -- python -m pytest tests/kernels/fuzz/test_cpu_fuzz.py
     python -m proof sanitize thread -- python -m pytest tests/kernels/fuzz/test_cpu_fuzz.py
     python -m proof sanitize address --server                  # decode steps inside a real server
-    python -m proof sanitize --without avx2,avx512bw address -- COMMAND      # compiles in half the time
+    python -m proof sanitize --without avx2,avx512bw,amx address -- COMMAND  # compiles in half the time
 
 A process that loads such a library must have had the sanitizer's run-time library from its start, so the command
 runs with it preloaded and finds the build through $VLLM_KVQ_CXXFLAGS. The first error stops the process.
@@ -27,7 +27,7 @@ from vllm_kvq.kernels.build import EXTRA_FLAGS, BuildError, build, compiler
 from vllm_kvq.kernels.cpu.library import ISAS
 
 KINDS = ("address", "undefined", "thread")
-_BETWEEN = ISAS[1:-1]
+_OPTIONAL = (*ISAS[1:-1], "amx")
 """Instruction sets that a build can do without: neither the portable one nor the last."""
 _RUNTIME = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
 
@@ -115,10 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--without",
-        type=words(_BETWEEN),
+        type=words(_OPTIONAL),
         default=[],
         metavar="ISA,...",
-        help=f"instruction sets that take long to compile and that the command does not use, of {', '.join(_BETWEEN)}",
+        help=f"instruction sets that take long to compile and that the command does not use, of {', '.join(_OPTIONAL)}",
     )
     parser.add_argument("command", nargs="*", help="command to run with that build, after `--`")
     args = parser.parse_args(argv)
