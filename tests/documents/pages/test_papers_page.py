@@ -66,7 +66,9 @@ def test_on_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("command", CHECKS, ids=lambda command: command[-1])
-def test_would_be_served(command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_would_be_served(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(ROOT)
     status = cli.main(["check", *command])
     assert status == 0, capfd.readouterr()
