@@ -11,8 +11,7 @@ import pip_settings
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # What vLLM knows of its models' classes, which takes another process ten seconds to find out. Tests that have a cache
 # folder of their own share it.
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-os.environ.setdefault("VLLM_CACHE_ROOT", str(CACHE / "vllm"))
+os.environ.setdefault("VLLM_CACHE_ROOT", os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache") + "/vllm")
 # In this process's children, see COLLECTOR in scripts/bootstrap.py.
 os.environ["KVQ_TESTS"] = "1"
 

@@ -24,8 +24,8 @@ def _silently() -> None:
         from vllm_kvq.eval.engine import forced  # noqa: F401
 
         if current_platform.is_cpu():
-            import vllm.v1.engine.core
-            import vllm.v1.worker.cpu_worker  # noqa: F401
+            from vllm.v1.engine import core  # noqa: F401
+            from vllm.v1.worker import cpu_worker  # noqa: F401
         # an engine's first garbage collections would visit, and so copy, all objects of these modules
         gc.collect()
         gc.freeze()
