@@ -1,7 +1,8 @@
-"""Runs traces on engines that spread over processes. Each engine is driven by a process forked from this one, which has
-imported vLLM. vLLM starts the workers as always; for a job with "fork" they are forked too, which saves half a minute.
+"""Runs traces on engines that spread over processes. Each engine is driven by a process forked from this one, which is
+itself forked from one that has imported vLLM. vLLM starts the workers as always; for a job with "fork" they are forked
+too, which saves half a minute.
 
-Reads lines of JSON [job, ...] and answers each line, once all of its jobs are done, with their exit codes.
+Gets lists of jobs and answers each list, once all of its jobs are done, with their exit codes.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any
-
-from proof.oracle.engines.warm import warm
 
 
 def caches(worker: Any) -> dict[str, dict[str, Any]]:
@@ -89,21 +88,31 @@ def _child(job: dict[str, Any]) -> None:
         os._exit(code)
 
 
-def main() -> None:
-    warm()
-    for line in sys.stdin:
-        children = []
-        for job in json.loads(line):
-            pid = os.fork()
-            if pid == 0:
-                _child(job)
-            children.append(pid)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-        for pid in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-        print(json.dumps(codes), flush=True)
+def drive(pipe: Any, log: str, variables: dict[str, str]) -> None:
+    """Answers lists of jobs until the pipe is closed."""
+    out = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for fd in (1, 2):
+        os.dup2(out, fd)
+    os.environ.clear()
+    os.environ.update(variables)
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # as in what a user starts
+    from vllm import logger
+
+    logger._configure_vllm_root_logger()  # the process that this one is forked from is silent
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(_done(pipe.recv()))
 
 
-if __name__ == "__main__":
-    main()
+def _done(jobs: list[dict[str, Any]]) -> list[int]:
+    children = []
+    for job in jobs:
+        pid = os.fork()
+        if pid == 0:
+            _child(job)
+        children.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    return codes

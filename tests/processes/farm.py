@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import engines
+from forked_commands import WarmProcess
 
 from proof.oracle.compare import compare_all
 from proof.oracle.engines.engine import ENVIRONMENT
@@ -95,21 +97,19 @@ class Farm:
         self.models: dict[str, Path] = {}
         # `proof` is not installed: a process that runs a script does not find it in the checkout
         path = os.pathsep.join([str(HERE), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.log = (folder / "driver.log").open("w")
-        self.driver = subprocess.Popen(
-            [sys.executable, str(HERE / "engines.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env={**os.environ, **variables, "PYTHONPATH": path},
+        self.log = folder / "driver.log"
+        self.log.touch()
+        self.pipe, other = multiprocessing.Pipe()
+        self.driver = WarmProcess(
+            engines.drive, (other, str(self.log), {**os.environ, **variables, "PYTHONPATH": path})
         )
+        self.driver.start()
+        other.close()
 
     def close(self) -> None:
-        assert self.driver.stdin is not None
-        self.driver.stdin.close()
-        self.driver.wait(timeout=60)
-        self.log.close()
+        self.pipe.close()
+        self.driver.join(60)
+        assert self.driver.exitcode == 0
 
     def cache_of(self, kind: str) -> Path:
         """Where engines keep the constants that they fit, and look for them."""
@@ -133,13 +133,11 @@ class Farm:
 
     def _start(self, kind: str, formats: list[str], model: str) -> None:
         jobs = [self._job(kind, f, model) for f in formats]
-        assert self.driver.stdin is not None
-        assert self.driver.stdout is not None
-        self.driver.stdin.write(json.dumps(jobs) + "\n")
-        self.driver.stdin.flush()
-        line = self.driver.stdout.readline()
-        assert line, f"the driver exited:\n{(self.folder / 'driver.log').read_text()[-4000:]}"
-        codes = json.loads(line)
+        self.pipe.send(jobs)
+        try:
+            codes = self.pipe.recv()
+        except EOFError:
+            raise AssertionError(f"the driver exited:\n{self.log.read_text()[-4000:]}") from None
         for name, job, code in zip(formats, jobs, codes, strict=True):
             said = Path(job["log"]).read_text(encoding="utf-8")[-6000:]
             assert code == 0, f"{kind}, {name} exited with {code}:\n{said}"

@@ -266,9 +266,17 @@ def test_cores_for_each_rank(script: ModuleType, monkeypatch: pytest.MonkeyPatch
     assert "18 CPUs and the job needs 26, 2 of them for the rows" in str(stop.value.code)
 
 
-WITHOUT_ENGINES = """
-import importlib.util, pathlib, sys
-spec = importlib.util.spec_from_file_location("ray_batch", sys.argv[1])
+JOB = """
+import importlib.util, pathlib, runpy, sys
+path, *names = sys.argv[1:]
+for name in names:
+    sys.argv = [path, f"{name}.jsonl", f"{name}.answers", "--model", "missing"]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as stop:
+        print(f"refused: {stop.code}", flush=True)
+
+spec = importlib.util.spec_from_file_location("ray_batch", path)
 script = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script)
 script.config = lambda *_: None
@@ -281,22 +289,6 @@ torn.rename(torn.with_suffix(".pending.parquet"))
 pathlib.Path("first").write_text("\\n".join(sorted(file.name for file in pathlib.Path("answers").iterdir())))
 script.main()
 """
-
-
-def test_what_is_noted_is_not_answered_again(tmp_path: Path, cluster: Cluster) -> None:
-    """And what is written but not noted, as after a kill, is replaced."""
-    rows: Rows = [{"id": f"row {i}", "prompt": "a", **MEANT_OTHERWISE} for i in range(4)]
-    (tmp_path / "questions.jsonl").write_text(lines(rows))
-    job = cluster.job(tmp_path, "-c", WITHOUT_ENGINES, str(SCRIPT))
-    assert job.wait() == 0, job.said()[-4000:]
-    found = sorted(answers(tmp_path), key=lambda row: row["id"])
-    assert found == [{**row, "answer": "a", "tokens": 1, "error": ""} for row in rows]
-    first = (tmp_path / "first").read_text().splitlines()
-    now = sorted(file.name for file in (tmp_path / "answers").iterdir())
-    assert len(first) == len(now) > 1
-    assert len(set(first) - set(now)) == 1
-
-
 NO_ID = "can't tell which are answered"
 REFUSED: dict[str, tuple[Rows, str]] = {
     "twice": ([{"id": 1, "prompt": "a"}, {"id": 2, "prompt": "b"}, {"id": 1, "prompt": "c"}], NO_ID),
@@ -308,30 +300,41 @@ REFUSED: dict[str, tuple[Rows, str]] = {
     "taken": ([{"id": 1, "prompt": "a", "answer": "b"}], "the job writes a column 'answer'; give yours"),
     "error": ([{"id": 1, "prompt": "a", "error": "b"}], "the job writes a column 'error'; give yours"),
 }
-EACH = """
-import runpy, sys
-script, *names = sys.argv[1:]
-for name in names:
-    sys.argv = [script, f"{name}.jsonl", f"{name}.answers", "--model", "missing"]
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as stop:
-        print(f"refused: {stop.code}", flush=True)
-"""
+ROWS: Rows = [{"id": f"row {i}", "prompt": "a", **MEANT_OTHERWISE} for i in range(4)]
 
 
-def test_refused_questions(tmp_path: Path, cluster: Cluster) -> None:
-    """All in one process, before a model is looked for."""
+@pytest.fixture(scope="module")
+def without_engines(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """What one process leaves and says that runs the script for all of these, none of which starts an engine."""
+    folder = tmp_path_factory.mktemp("job")
     for name, (rows, _) in REFUSED.items():
-        (tmp_path / f"{name}.jsonl").write_text(lines(rows))
-    job = cluster.job(tmp_path, "-c", EACH, str(SCRIPT), *REFUSED)
+        (folder / f"{name}.jsonl").write_text(lines(rows))
+    (folder / "questions.jsonl").write_text(lines(ROWS))
+    job = cluster.job(folder, "-c", JOB, str(SCRIPT), *REFUSED)
     assert job.wait() == 0, job.said()[-4000:]
-    said = [line.removeprefix("refused: ") for line in job.said().splitlines() if line.startswith("refused: ")]
-    assert len(said) == len(REFUSED), job.said()[-4000:]
+    return folder, job.said()
+
+
+def test_what_is_noted_is_not_answered_again(without_engines: tuple[Path, str]) -> None:
+    """And what is written but not noted, as after a kill, is replaced."""
+    folder, _ = without_engines
+    found = sorted(answers(folder), key=lambda row: row["id"])
+    assert found == [{**row, "answer": "a", "tokens": 1, "error": ""} for row in ROWS]
+    first = (folder / "first").read_text().splitlines()
+    now = sorted(file.name for file in (folder / "answers").iterdir())
+    assert len(first) == len(now) > 1
+    assert len(set(first) - set(now)) == 1
+
+
+def test_refused_questions(without_engines: tuple[Path, str]) -> None:
+    """Before a model is looked for."""
+    folder, log = without_engines
+    said = [line.removeprefix("refused: ") for line in log.splitlines() if line.startswith("refused: ")]
+    assert len(said) == len(REFUSED), log[-4000:]
     for (name, (_, reason)), sentence in zip(REFUSED.items(), said, strict=True):
         assert sentence.startswith(f"{name}.jsonl: ")
         assert reason in sentence
-    assert list(tmp_path.glob("*.answers*")) == []
+    assert list(folder.glob("*.answers*")) == []
 
 
 def test_files_of_other_kinds(script: ModuleType, tmp_path: Path) -> None:

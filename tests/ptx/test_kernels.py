@@ -50,10 +50,16 @@ def test_triton_kernels(target: int, chosen: str, count: int) -> None:
 
 
 @pytest.mark.skipif(build_cuda.nvcc() is None, reason="no nvcc")
-def test_cuda_kernels() -> None:
-    chosen = "float64 and 64-4 or float64 and 128-8 or packed_bytes_agree and 64- or large_pools"
+@pytest.mark.parametrize(
+    ("chosen", "count"),
+    [
+        ("float64 and 64-4 or packed_bytes_agree and 64- or large_pools", 5),
+        pytest.param("float64 and 128-8", 1, marks=pytest.mark.wide),
+    ],
+)
+def test_cuda_kernels(chosen: str, count: int) -> None:
     files = (f"tests/cuda/{name}.py" for name in ("test_cuda_emulated", "test_large_pools_cuda"))
-    assert "\n6 passed" in run(90, *files, "-k", chosen)
+    assert f"\n{count} passed" in run(90, *files, "-k", chosen)
 
 
 def test_decode_loads_each_byte_once() -> None:

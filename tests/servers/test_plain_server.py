@@ -14,9 +14,12 @@ import pytest
 pytestmark = pytest.mark.engine
 
 SERVE = """
-import json, os, sys
+import gc, json, os, sys
 from vllm import LLM, SamplingParams
 
+# an engine's garbage collections would visit, and so copy, all objects of these modules
+gc.collect()
+gc.freeze()
 # vLLM loads plugins later: the two servers have in common only what it has imported by now
 if os.fork():
     os.environ["VLLM_PLUGINS"] = "another"

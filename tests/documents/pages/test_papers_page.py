@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from one_thread import one_thread
 
+from vllm_kvq import cli
 from vllm_kvq.cli.eval import error as error_table
 from vllm_kvq.cli.eval import heads as heads_command
 from vllm_kvq.eval.choice import choices
@@ -67,10 +66,12 @@ def test_on_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("command", CHECKS, ids=lambda command: command[-1])
-def test_would_be_served(command: list[str]) -> None:
-    command = [sys.executable, "-m", "vllm_kvq", "check", *command]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_would_be_served(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    status = cli.main(["check", *command])
+    assert status == 0, capfd.readouterr()
 
 
 def test_modules_and_functions_that_it_names_exist() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import shutil
 from collections.abc import Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 
 import broken
@@ -33,15 +32,9 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         importlib.invalidate_caches()
-        forget_formats()
+        table.third_parties.cache_clear()
         yield
-    forget_formats()
-
-
-def forget_formats() -> None:
-    """Here, and in the server that engines are forked from, which an earlier test may have started without them."""
     table.third_parties.cache_clear()
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")

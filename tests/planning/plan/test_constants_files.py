@@ -7,12 +7,12 @@ import resource
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked_commands import WarmContext
 
 from vllm_kvq.formats.constants import Constants, Moments
 from vllm_kvq.integration.plan import calibration
@@ -162,7 +162,7 @@ def test_a_file_that_several_servers_write_is_always_one_of_theirs(tmp_path: Pat
         write(tmp_path / "other", constants(seed), BELONGS)
         mine.add(read(tmp_path / "other")[1])
     os.unlink(tmp_path / "other")
-    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(2, WarmContext()) as pool:
         running = [pool.submit(written, str(path), seed) for seed in (1, 2)]
         seen = set()
         while not all(future.done() for future in running):
