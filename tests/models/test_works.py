@@ -74,8 +74,8 @@ EXACT = [a for a in SERVED if a.dtype == "float32"]
 
 
 def beside_its_replay(arch: Architecture) -> Any:
-    """Where all layers are packed alike, the first model and those whose lossy tokens nothing judges are enough: of
-    the others `test_lossy` also compares each token, with a reference."""
+    """Where all layers are packed alike, Llama and the models whose lossy tokens nothing judges are enough: of the
+    others, `test_lossy` compares each token with a reference."""
     alike = arch.replay and not arch.windows and not arch.hybrid and arch.name != "Llama"
     return pytest.param(arch, marks=pytest.mark.wide) if alike else arch
 
