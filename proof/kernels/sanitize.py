@@ -28,7 +28,7 @@ from vllm_kvq.kernels.cpu.library import ISAS
 
 KINDS = ("address", "undefined", "thread")
 _OPTIONAL = (*ISAS[1:-1], "amx")
-"""Instruction sets that a build can do without: neither the portable one nor the last."""
+"""Instruction sets that a build can do without. It always has the portable one and the last of ISAS."""
 _RUNTIME = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
 
 

@@ -55,7 +55,7 @@ def sleep(engine: Any) -> None:
     engine.engine.wake_up()
 
 
-# `squat2` has a state beside its pages, as the last two have
+# They keep more than pages for each request. So does `squat2`, which stays in the usual lane.
 OTHERS = ("innerq2", "qjl3")
 
 

@@ -87,7 +87,7 @@ def test_lossless_equals_plain_vllm(name: str, model: Path, expected: list[Resul
 
 @pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.wide), True])
 def test_tokens_are_the_references(asynchronous: bool, model: Path) -> None:
-    """The C++ kernels; one of three growing requests is preempted."""
+    """The C++ kernels; three growing requests preempt each other."""
     growing = tuple(replace(request, max_tokens=N) for request in traces.crowd(N).requests[:3])
     todo = [*TRACES, Trace(growing)]
     arguments = {**ENGINE, "kv_cache_dtype": "squat2", **ngram("ngram_gpu"), "num_gpu_blocks_override": 57}
