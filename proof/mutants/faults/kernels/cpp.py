@@ -228,4 +228,20 @@ FAULTS: tuple[Fault, ...] = (
         f"{KERNELS}/step/test_reference.py -k cap",
         slow=True,
     ),
+    Fault(
+        "C++ reads a number behind the last query",
+        "csrc/cpu/attend/raw.cpp",
+        "c < a.head_size; ++c) to[c] = from[c] * factor",
+        "c <= a.head_size; ++c) to[c] = from[c] * factor",
+        f"{KERNELS}/fuzz/test_cpu_fuzz.py -k rows_of_full_precision",
+        slow=True,
+    ),
+    Fault(
+        "C++ reads what is behind a token of an odd head size",
+        "csrc/cpu/pack/table.h",
+        "c < head_size; c += LANES",
+        "c < d; c += LANES",
+        f"{KERNELS}/fuzz/test_cpu_fuzz_pack.py -k 'test_pack and kivi2'",
+        slow=True,
+    ),
 )
