@@ -36,7 +36,7 @@ from queue import Queue
 from proof.mutants.catalog import FAULTS
 from proof.mutants.fault import Fault, Stale
 from proof.mutants.kept import RECORD, Kept
-from proof.mutants.pytests import FAILED, PASSED, Pytests
+from proof.mutants.pytests import CRASHED, FAILED, PASSED, Pytests
 from vllm_kvq.kernels.cpu.processor import processor_name
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +95,7 @@ def judge(root: Path, fault: Fault, pytest: Pytest) -> str:
         status = pytest(root, fault.tests)
     finally:
         (root / fault.file).write_text(text, encoding="utf-8")
-    if status in (PASSED, FAILED):
+    if status in (PASSED, FAILED, CRASHED):
         return "survived" if status == PASSED else "caught"
     return f"pytest exited with status {status}: nothing was tested"
 

@@ -19,6 +19,8 @@ from vllm_kvq.kernels import build
 
 PASSED, FAILED, INTERRUPTED = 0, 1, 2
 """pytest's exit statuses; all but the first two mean that nothing was tested."""
+CRASHED = -signal.SIGSEGV
+"""How pytest exits where a fault makes C++ touch what it must not (tests/kernels/guard_pages.py)."""
 TIMEOUT = 1500.0
 TIDY_SECONDS = 20.0
 """The time that an interrupted pytest gets to stop its servers."""

@@ -46,6 +46,7 @@ def test_tokens_are_the_references(name: str, run: Any, model: Path, monkeypatch
     assert total.ties <= 2
 
 
+@pytest.mark.wide
 def test_beside_a_layer_in_16_bits(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of two sizes side by side, and a hit that covers the window, too."""
     monkeypatch.setenv("VLLM_KVQ_GPU_PATH", "1")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked_commands import WarmContext
+from forked_commands import warm_engines
 from plans import evaluate, plan
 
 from proof.oracle.engines import forked
@@ -20,7 +20,6 @@ from vllm_kvq.eval.reading import caches
 from vllm_kvq.eval.results.result import READING
 from vllm_kvq.formats.constants import Constants
 from vllm_kvq.integration.plan.calibration import digest_of, read, write
-from vllm_kvq.integration.preview import apart
 from vllm_kvq.integration.preview.constants import Known
 
 pytestmark = pytest.mark.engine
@@ -146,7 +145,7 @@ def test_a_server_serves_what_the_users_text_gave(
     text = tmp_path / "text.txt"
     text.write_text(LONG)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(apart, "get_context", lambda _: WarmContext())
+    warm_engines(monkeypatch)
     by_name = ["--out", str(tmp_path / "out")]
     assert cli.main(["calibrate", str(model), "--text", str(text), "--dtype", "float32", "--json", *by_name]) == 0
     assert kept_in(tmp_path) == []

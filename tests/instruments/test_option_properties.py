@@ -27,7 +27,7 @@ OTHERS = [name for name in SERVED if name not in PUBLIC]
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_combinations_of_every_format(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["--seed", "1", "--cases", "5", "--formats", name])
+    status = main(["--seed", "1", "--cases", "3", "--formats", name])
     assert status == 0, capsys.readouterr().out
 
 

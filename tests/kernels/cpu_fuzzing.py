@@ -17,12 +17,15 @@ from vllm_kvq.formats import FORMATS, Geometry, PageFormat, get_format
 IN_CPP = [name for name in FORMATS if name not in PEERS and name != "squat2_pre"]
 """Formats that the C++ kernels serve."""
 
+EXAMPLES = int(os.environ.get("KVQ_FUZZ_EXAMPLES", "6"))
 fuzz = settings(
-    max_examples=int(os.environ.get("KVQ_FUZZ_EXAMPLES", "6")),
+    max_examples=EXAMPLES,
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),
 )
+thorough_fuzz = settings(fuzz, max_examples=5 * EXAMPLES)
+"""For tests of what does not depend on the format: they run once."""
 CASES = [(name, ()) for name in IN_CPP] + [
     ("polar4", (("mode", "paper"),)),
     ("polar3", (("angle_bits", 3),)),

@@ -336,6 +336,7 @@ def test_a_worker_is_refused(configured: Callable[..., Any], monkeypatch: pytest
         KVQImpl(4, 64, 1.0)
 
 
+@pytest.mark.wide
 def test_vllm_starts_without_us_then(model: Path) -> None:
     """A whole process: only the sentence is logged, and vLLM refuses the format as unknown."""
     code = (

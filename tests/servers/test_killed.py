@@ -24,7 +24,7 @@ from proof.soak.load import MODEL, Order
 from proof.soak.main import ENVIRONMENT
 from vllm_kvq.bench.servers.server import Server, ServerError, free_port
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.wide]
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
 LENGTH = 32768
@@ -145,11 +145,6 @@ def kill_while_answering(name: str, model: Path, folder: Path, *more: str) -> in
     return port
 
 
-def test_the_api_server_is_killed(model: Path, tmp_path: Path) -> None:
-    kill_while_answering(API, model, tmp_path)
-
-
-@pytest.mark.wide
 @pytest.mark.parametrize("name", [API, ENGINE, WORKER])
 def test_another_server_on_the_same_port(name: str, model: Path, tmp_path: Path) -> None:
     port = kill_while_answering(name, model, tmp_path)
@@ -159,7 +154,6 @@ def test_another_server_on_the_same_port(name: str, model: Path, tmp_path: Path)
         assert server.stop() == 0
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("name", [API, ENGINE, WORKER])
 @pytest.mark.parametrize("parallel", ["tensor", "data"])
 def test_two_of_them(parallel: str, name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +163,6 @@ def test_two_of_them(parallel: str, name: str, model: Path, tmp_path: Path, monk
     kill_while_answering(name, model, tmp_path, f"--{parallel}-parallel-size", "2")
 
 
-@pytest.mark.wide
 def test_the_api_server_is_killed_while_the_engine_warms_up(model: Path, tmp_path: Path) -> None:
     with serve(model, free_port(HOST), tmp_path / "log") as server:
         # said as soon as the cache's size is known
@@ -179,7 +172,6 @@ def test_the_api_server_is_killed_while_the_engine_warms_up(model: Path, tmp_pat
         tree.must_be_gone()
 
 
-@pytest.mark.wide
 def test_a_worker_that_gets_no_more_memory(model: Path, tmp_path: Path) -> None:
     """Prompts whose chunks need some megabytes: an allocation fails in a step, and that is loud."""
     with serve(model, free_port(HOST), tmp_path / "log") as server:

@@ -28,7 +28,7 @@ def test_a_short_run_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in ("OMP_NUM_THREADS", "PYTHONWARNINGS"):  # the command sets them for its own process
         monkeypatch.setenv(name, os.environ.get(name, ""))
     report = tmp_path / "report.json"
-    assert main(["--seed", "1", "--requests", "30", "--jobs", "1", "--counts", str(report)]) == 0
+    assert main(["--seed", "1", "--requests", "16", "--jobs", "1", "--counts", str(report)]) == 0
     counts = json.loads(report.read_text())["counts"]
     assert counts["total"]["mismatches"] == 0
     assert {name for name, row in counts.items() if row["requests"] > 0} == {*default(), "total"}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_arguments import kvq
-from forked_commands import WarmContext
+from forked_commands import warm_engines
 from models_on_disk import SMALL, Written
 
 from proof.models import named
@@ -29,7 +29,6 @@ from vllm_kvq.formats.parts.turning import Turning
 from vllm_kvq.integration.plan.calibration import Source, read
 from vllm_kvq.integration.plan.options import Options
 from vllm_kvq.integration.plan.plan import plan
-from vllm_kvq.integration.preview import apart
 
 pytestmark = pytest.mark.engine
 SINKS, LENGTH = 4, 70
@@ -90,7 +89,7 @@ def test_constants_are_those_of_the_tokens(name: str, tmp_path: Path, monkeypatc
     arguments = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 28, "skip_tokenizer_init": True}
     found, runs, _, _ = start(tmp_path / "model", tmp_path, arguments, True)
     assert runs == 1
-    monkeypatch.setattr(apart, "get_context", lambda _: WarmContext())
+    warm_engines(monkeypatch)
     texts = capture(str(tmp_path / "model"), [text.tolist() for text in TEXT], "float32")
     assert {*found} == {layer.index for layer in texts.layers}
     # layers with a window may have another RoPE

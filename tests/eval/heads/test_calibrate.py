@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from forked_commands import WarmContext
+from forked_commands import warm_engines
 
 from vllm_kvq import cli
 from vllm_kvq.cli import calibrate
 from vllm_kvq.cli.eval import heads as heads_command
 from vllm_kvq.eval.heads.capture import Captured, capture
 from vllm_kvq.formats.table import FORMATS, suite
-from vllm_kvq.integration.preview import apart
 
 pytestmark = pytest.mark.engine
 TOKENS = 400
@@ -33,7 +32,7 @@ def captured_once(model: Path, tmp_path_factory: pytest.TempPathFactory, monkeyp
         return KEPT[key]
 
     monkeypatch.setattr(heads_command, "capture", once)
-    monkeypatch.setattr(apart, "get_context", lambda _: WarmContext())
+    warm_engines(monkeypatch)
 
 
 KEPT: dict[tuple[str, tuple[tuple[int, ...], ...], str], Captured] = {}

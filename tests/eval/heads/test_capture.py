@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_commands import warm_engines
 from safetensors.torch import load_file
 
 from proof.demo.llama import forward, shape_of
@@ -16,8 +17,9 @@ from vllm_kvq.integration.preview.apart import Failed
 pytestmark = pytest.mark.engine
 
 
-def test_queries_keys_and_values(model: Path) -> None:
+def test_queries_keys_and_values(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For two texts, one after the other."""
+    warm_engines(monkeypatch)
     texts = torch.randint(4, 512, (2, 150), generator=torch.Generator().manual_seed(0))
     captured = capture(str(model), [texts[0].tolist(), texts[1, :90].tolist()], dtype="float32")
     found: list[list[tuple[torch.Tensor, ...]]] = []

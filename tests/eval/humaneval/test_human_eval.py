@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from forked_commands import warm_engines
 
 from vllm_kvq import cli
 from vllm_kvq.bench.models.random_model import random_model
@@ -355,8 +356,9 @@ def test_batches_with_contexts_are_asked_one_by_one(read: Model) -> None:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("behind", [pytest.param(0, marks=pytest.mark.wide), 700])
-def test_a_real_engine_answers(model: Path, tmp_path: Path, behind: int) -> None:
+def test_a_real_engine_answers(behind: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A random model says nothing sensible, but both caches say it, up to the fence or the end."""
+    warm_engines(monkeypatch)
     folder = shutil.copytree(model, tmp_path / "model")
     short = [
         replace(p, prompt=f'def {p.function}(x):\n    """{p.name}"""\n', solution="    return x\n") for p in problems()

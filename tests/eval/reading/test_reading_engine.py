@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked_commands import warm_engines
 from plans import plan
 
 from vllm_kvq.eval.choice import Choice
@@ -39,7 +40,8 @@ def forced(todo: Plan, choice: Choice) -> list[Logprobs]:
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("formats", [FORMATS[0], *(pytest.param(f, marks=pytest.mark.wide) for f in FORMATS[1:])])
-def test_a_decode_step_reads_the_same(formats: str, tmp_path: Path) -> None:
+def test_a_decode_step_reads_the_same(formats: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_engines(monkeypatch)
     wanted = {"tasks": ("text",), "contexts": (480,), "count": 2, "regimes": (READING,), "readers": READERS}
     todo = plan(DEMO, formats, **wanted)
     run = Run(todo, Store(tmp_path), lambda text, more: None)

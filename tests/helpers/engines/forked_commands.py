@@ -17,8 +17,12 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from proof.oracle.engines import forked
 from vllm_kvq.bench.servers.server import Server
+from vllm_kvq.eval.engine import engines
+from vllm_kvq.integration.preview import apart
 
 
 class WarmProcess(ForkServerProcess):
@@ -42,6 +46,12 @@ def _with_variables(variables: dict[str, str], function: Callable[..., None], ar
     os.environ.clear()
     os.environ.update(variables)
     function(*arguments)
+
+
+def warm_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The evaluation's engines come from that process, too, and what `apart` runs."""
+    for module in (engines, apart):
+        monkeypatch.setattr(module, "get_context", lambda _: WarmContext())
 
 
 class Forked:

@@ -300,6 +300,7 @@ def test_it_is_tried():
 
 @pytest.mark.engine
 @pytest.mark.slow
+@pytest.mark.wide
 def test_a_missing_name_is_reported_under_its_patch(
     other_vllm: Path, made_up: Callable[..., groups.Group], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +60,11 @@ def test_one_that_survives_is_enough(tree: Path) -> None:
     other = Fault("triples", "double.py", "2 * x", "3 * x", FAULT.tests)
     outcome, _ = planted(tree, ends_with(1), FAULT, other)
     assert (outcome.caught, outcome.survived, outcome.status) == (["halves"], ["triples"], 1)
+
+
+def test_tests_that_crash_have_caught_it(tree: Path) -> None:
+    outcome, _ = planted(tree, ends_with(-signal.SIGSEGV))
+    assert (outcome.caught, outcome.unusable, outcome.status) == (["halves"], [], 0)
 
 
 @pytest.mark.parametrize("status", [2, 3, 4, 5, -9, 137])

@@ -1,4 +1,8 @@
-"""The C++ kernels built with the address and undefined-behaviour sanitizers, under the fuzz tests."""
+"""The C++ kernels built with the address and undefined-behaviour sanitizers, under the fuzz tests.
+
+In the usual lane those tests run with the usual library, and tensors between pages that nobody may touch
+(tests/kernels/guard_pages.py).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 FUZZ = [f"tests/kernels/fuzz/test_cpu_{name}.py" for name in ("fuzz", "fuzz_pack", "fuzz_decode")]
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.wide,
     pytest.mark.skipif(shutil.which("g++") is None or library() is None, reason="sanitizers need g++"),
 ]
 
@@ -76,7 +81,6 @@ def test_nothing_reads_or_writes_outside_its_tensors() -> None:
     nothing_is_found(" and ".join(f"not {name}" for name in between()), without=left_out())
 
 
-@pytest.mark.wide
 def test_nor_with_fewer_instructions() -> None:
     """The kernels for AVX2 are those for AVX-512 with narrower vectors."""
     if not between():

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_fuzzing import CASES, WILD, bound, fuzz, shapes
+from cpu_fuzzing import CASES, WILD, bound, fuzz, shapes, thorough_fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -141,13 +141,13 @@ def test_bytes_of_unattended_tokens_change_no_bit(isa: int, case: tuple[str, Any
         assert torch.equal(x.view(torch.int32), y.view(torch.int32))
 
 
-@fuzz
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@thorough_fuzz
 @given(data=st.data())
-def test_any_rows_of_full_precision_tokens(isa: int, data: st.DataObject) -> None:
+def test_any_rows_of_full_precision_tokens(isa: int, dtype: torch.dtype, data: st.DataObject) -> None:
     """attend_into: absent rows are skipped, rows beyond the pools refused, NaN in rows that nobody sees is harmless."""
     s = shapes(data.draw)
     rng = torch.Generator().manual_seed(s["seed"])
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
     blocks, slots, t = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5)), data.draw(st.integers(0, 40))
     more = data.draw(st.integers(0, 3))
     sizes = (blocks, slots), (more, 1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_fuzzing import CASES, WILD, bound, fuzz, shapes
+from cpu_fuzzing import CASES, WILD, bound, fuzz, shapes, thorough_fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 from one_each import METHODS
@@ -129,7 +129,7 @@ def test_pack(case: tuple[str, Any], data: st.DataObject) -> None:
     assert torch.equal(again, pool)
 
 
-@fuzz
+@thorough_fuzz
 @given(data=st.data())
 def test_store(data: st.DataObject) -> None:
     s = shapes(data.draw)

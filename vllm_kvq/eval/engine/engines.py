@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import tempfile
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,7 +29,7 @@ class Engine:
         handle, log = tempfile.mkstemp(prefix="kvq-eval-", suffix=".log")
         os.close(handle)
         self._log = Path(log)
-        context = multiprocessing.get_context("forkserver")
+        context = get_context("forkserver")
         context.set_forkserver_preload(["vllm_kvq.eval.engine.preload"])
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=serve, args=(other, log, dict(os.environ), arguments), daemon=True)
