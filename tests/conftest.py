@@ -69,7 +69,6 @@ def weights() -> Callable[[str], Path]:
 
 
 LONGEST = (
-    "kernels/compiled/test_cpu_sanitizers.py",
     "engine/test_v2.py",
     "triton/test_reference_triton.py",
     "triton/test_step.py",
