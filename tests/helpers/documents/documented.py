@@ -114,7 +114,7 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
     "docs/quality.md": {
         "vllm-kvq eval .weights/": Account(HOURS, 5),
         "vllm-kvq eval humaneval .weights/": Account(HOURS, 3),
-        "for MODEL in": Account(HOURS),
+        "for MODEL in": Account(HOURS, 2),
     },
     "docs/regression.md": {
         "python -m proof biases": Account("tests/instruments/demo/test_biases.py::test_the_command"),
