@@ -25,7 +25,7 @@ fuzz = settings(
     suppress_health_check=list(HealthCheck),
 )
 thorough_fuzz = settings(fuzz, max_examples=5 * EXAMPLES)
-"""For tests of what does not depend on the format: they run once."""
+"""For tests of what does not depend on the format, which are few."""
 CASES = [(name, ()) for name in IN_CPP] + [
     ("polar4", (("mode", "paper"),)),
     ("polar3", (("angle_bits", 3),)),

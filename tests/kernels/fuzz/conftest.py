@@ -22,6 +22,7 @@ CALLED = (
     "squares",
     "largest",
 )
+"""The library's functions that these tests call."""
 
 
 @pytest.fixture(autouse=True, scope="module")
