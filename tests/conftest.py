@@ -19,6 +19,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from models_on_disk import model, written
 
+from proof.weights.folder import folder, missing
+
 __all__ = ["model", "written"]
 
 alike = pip_settings.without_the_machines(os.environ)
@@ -48,10 +50,6 @@ def environment_as_found() -> Iterator[None]:
     os.environ.update(before)
 
 
-WEIGHTS = "KVQ_WEIGHTS"
-"""The variable that names the folder of real pretrained models."""
-
-
 @pytest.fixture
 def weights() -> Callable[[str], Path]:
     """A real pretrained model's checkpoint, by name; if it is missing, the test is skipped and says how to get it.
@@ -60,10 +58,9 @@ def weights() -> Callable[[str], Path]:
     """
 
     def found(name: str) -> Path:
-        folder = Path(os.environ.get(WEIGHTS) or ".weights").absolute()
-        if not (folder / name / "config.json").exists():
-            pytest.skip(f"{name} is not there: python -m proof weights {folder} {name}, then set {WEIGHTS}={folder}")
-        return folder / name
+        if sentence := missing(name):
+            pytest.skip(sentence)
+        return folder() / name
 
     return found
 

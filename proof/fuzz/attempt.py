@@ -7,9 +7,12 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from proof.fuzz.case import LLAMA, MAX_LEN, Case, Setup
-from proof.models.checkpoints import written_beside
+from proof.fuzz.case import MAX_LEN, Case, Setup
+from proof.fuzz.kinds import LLAMA
+from proof.models.checkpoints import copy_tokenizer, written_beside
+from proof.models.copies import COPIES, tokenizer_of
 from proof.models.draft import random_draft
+from proof.models.seeing import SEEING
 from proof.oracle.compare import differences
 from proof.oracle.engines.forked import EngineFailed, EngineProcess, Prepare
 from proof.oracle.judge import GREEDY, NEVER, distance, judge
@@ -36,6 +39,18 @@ def draft_of(model: str) -> str:
     return str(path)
 
 
+def checkpoint_of(setup: Setup, llama: str) -> str:
+    """The path of the model, which is written next to `llama`, if it is not that, at first use."""
+    name = setup.model
+    if name == LLAMA:
+        return llama
+    if name in SEEING:
+        complete = SEEING[name].complete
+    else:
+        complete = functools.partial(copy_tokenizer, tokenizer_of(name) if name in COPIES else llama)
+    return written_beside(llama, setup.arch, complete)
+
+
 def counted(traces: Sequence[Trace], results: Sequence[Result]) -> Verdict:
     """Checks that need no reference."""
     total = Verdict()
@@ -53,7 +68,7 @@ class Runner:
 
     def __init__(self, model: str, setup: Setup, prepare: Prepare | None = None) -> None:
         """`model`: the Llama of every run; others are written next to it."""
-        self.model = model if setup.model == LLAMA else written_beside(model, setup.arch)
+        self.model = checkpoint_of(setup, model)
         self.setup, self.prepare = setup, prepare
         self.engines: dict[str, EngineProcess] = {}
 

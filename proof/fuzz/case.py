@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from proof.models import SERVED, named
+from proof.fuzz.kinds import LLAMA, MODELS, kind
 from proof.models.architecture import Architecture
+from proof.models.copies import COPIES
+from proof.models.seeing import SEEING
+from proof.models.without_torchvision import without_torchvision
+from proof.oracle.adapters import ADAPTERS
 from proof.oracle.engines.interpreted import RUNNER
 from proof.oracle.trace import Trace, whole
 from vllm_kvq.formats import Geometry, get_format
@@ -21,9 +26,6 @@ MODEL: dict[str, int] = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, 
 """The Llama of every run: two layers, so that a wrong read in the first changes what the second stores."""
 LONG_MODEL: dict[str, Any] = MODEL | {"max_position": 1 << 16, "score_std": 2.8}
 """The Llama of long contexts, which reads about as many of 32,000 tokens as MODEL of 600."""
-LLAMA = "Llama"
-MODELS = tuple(a.name for a in SERVED if a.dtype == "float32" and not (a.vision or a.adapter))
-"""Kinds of models, by their names in docs/models.md, whose tokens must equal plain vLLM's in float32."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Setup:
     block_size: int = 64
     options: Mapping[str, Any] = field(default_factory=dict)
     model: str = LLAMA
-    """One of MODELS."""
+    """One of MODELS, or of COPIES."""
     max_len: int = MAX_LEN
     pool: float | None = None
     budget: int = 2048
@@ -66,7 +68,7 @@ class Setup:
         ):
             whole(name, getattr(self, name), least)
         for name, choices in (
-            ("model", MODELS),
+            ("model", (*MODELS, *COPIES)),
             ("policy", ("fcfs", "priority")),
             ("kernels", ("auto", "torch")),
             ("draft_model", (False, True)),
@@ -92,7 +94,7 @@ class Setup:
 
     @property
     def arch(self) -> Architecture:
-        return named(self.model)
+        return kind(self.model)
 
     @property
     def llama(self) -> dict[str, Any]:
@@ -129,12 +131,15 @@ class Setup:
             "max_model_len": self.max_len,
             "prefix_cache_retention_interval": None if self.keep_all else 0,
             "async_scheduling": self.asynchronous,
+            **self.arch.engine,
         }
+        if self.arch.vision:
+            found["before"] = functools.partial(without_torchvision, self.arch.model)
         if self.format == PLAIN:
-            layers = self.arch.build().num_hidden_layers  # each may have blocks of its own
+            layers = self.arch.text().num_hidden_layers  # each may have blocks of its own
             found["num_gpu_blocks_override"] = PLENTY * layers * -(-self.max_len // self.block_size)
-            if self.arch.hybrid:
-                found["before"] = mend_prompts
+            if self.arch.hybrid or self.arch.adapter:
+                found["before"] = mend
         else:
             found |= {"pool": self.pool or PLENTY, "far": self.far}
         if self.kvq:
@@ -153,16 +158,19 @@ class Setup:
     def plain(self) -> Setup:
         """The same engine with vLLM's own cache and its runner for CPUs. Its pages divide a model's attention chunks:
         vLLM itself has no smaller ones for the layers that attend in chunks."""
-        block = math.gcd(self.block_size, getattr(self.arch.build(), "attention_chunk_size", None) or 0)
+        block = math.gcd(self.block_size, getattr(self.arch.text(), "attention_chunk_size", None) or 0)
         own: dict[str, Any] = {"format": PLAIN, "options": {}, "pool": None, "kernels": "torch", "far": False}
         return replace(self, **own, block_size=block, runner="V1", asynchronous=False)
 
 
-def mend_prompts() -> None:
-    """Plain vLLM 0.32 crashes on a long prompt of a Mamba-2 model on a CPU; with our formats that is fixed."""
+def mend() -> None:
+    """On a CPU, plain vLLM 0.32 crashes on a long prompt of a Mamba-2 model, and gives requests without an adapter the
+    last one; with our formats both is fixed."""
+    from vllm_kvq.integration.patches.served.adapters import add_nothing_without
     from vllm_kvq.integration.patches.served.states import leave_checkpoints_out
 
     leave_checkpoints_out()
+    add_nothing_without()
 
 
 @dataclass(frozen=True)
@@ -171,14 +179,17 @@ class Case:
     traces: tuple[Trace, ...]
 
     def __post_init__(self) -> None:
+        words = self.setup.arch.text().vocab_size
         for trace in self.traces:
             if len({r.name for r in trace.requests}) < len(trace.requests):
                 raise ValueError("two requests of a trace have the same name")
             for r in trace.requests:
-                if max(r.prompt) >= MODEL["vocab"]:
-                    raise ValueError(f"request {r.name!r} has token {max(r.prompt)}; the model knows {MODEL['vocab']}")
-                if r.pictures:
-                    raise ValueError(f"request {r.name!r} has pictures; the fuzzer's models see none")
+                if max(r.prompt) >= words:
+                    raise ValueError(f"request {r.name!r} has token {max(r.prompt)}; the model knows {words}")
+                if r.pictures and self.setup.model not in SEEING:
+                    raise ValueError(f"request {r.name!r} has pictures; only {', '.join(SEEING)} see them")
+                if r.adapter > ADAPTERS * self.setup.arch.adapter:
+                    raise ValueError(f"request {r.name!r} has adapter {r.adapter}, which the model does not have")
                 if len(r.prompt) + r.max_tokens > self.setup.max_len:
                     raise ValueError(f"request {r.name!r} may become longer than {self.setup.max_len} tokens")
 
@@ -210,9 +221,9 @@ class Case:
 def _short(trace: Trace) -> dict[str, Any]:
     """Without the fields of requests that have their defaults."""
     data = trace.to_json()
-    usual = {"arrival": 0, "n": 1, "temperature": 0.0, "seed": None, "abort_after": None, "priority": 0}
+    usual = {"arrival": 0, "n": 1, "temperature": 0.0, "seed": None, "abort_after": None, "priority": 0, "adapter": 0}
     for request in data["requests"]:
-        for name, value in [*usual.items(), ("stop", ()), ("stop_token_ids", ()), ("pictures", ())]:
+        for name, value in [*usual.items(), ("stop", ()), ("stop_token_ids", ()), ("pictures", ()), ("letters", "")]:
             if request[name] == value:
                 del request[name]
     return data

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from proof.fuzz.case import LLAMA, MODEL, Case
+from proof.fuzz.case import MODEL, Case
+from proof.fuzz.kinds import LLAMA
 from proof.fuzz.main import COLUMNS, row, table
 from proof.fuzz.session import Count
 from vllm_kvq.kernels.cpu.processor import processor_name

@@ -21,8 +21,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from proof.fuzz.case import MODEL, MODELS, Case
-from proof.fuzz.draw import judged
+from proof.fuzz.case import MODEL, Case
+from proof.fuzz.kinds import MODELS, judged
+from proof.models.copies import COPIES, copy
 from vllm_kvq.cli.arguments import words
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.formats.table import suite
@@ -53,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--models", type=words(MODELS), default=list(MODELS), metavar="NAME,...",
         help="kinds of models, by their names in docs/models.md, of which each engine has one",
     )  # fmt: skip
+    parser.add_argument(
+        "--copies", action="store_true",
+        help="tiny copies of the real models in KVQ_WEIGHTS (python -m proof weights), too, with their tokenizers",
+    )  # fmt: skip
     parser.add_argument("--runner", choices=("V1", "V2"), help="vLLM's model runner (drawn)")
     text = "concurrent engines (default: the number of cores)"
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help=text)
@@ -69,6 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--jobs and --minutes must be positive")
     if options.requests is not None and options.requests < 1:
         parser.error("--requests must be positive")
+    try:
+        options.models += [copy(name).name for name in COPIES if options.copies]
+    except ValueError as error:
+        parser.error(f"--copies: {error}")
     for name in options.formats:
         if not judged(options.models, name):
             parser.error(f"--models {','.join(options.models)}: the reference can't judge {name} there, only lossless")
@@ -150,8 +159,11 @@ def write_up(options: argparse.Namespace, minutes: float, rows: Mapping[str, Map
     command = f"python -m proof fuzz --seed {options.seed} {length}"
     if options.runner:
         command += f" --runner {options.runner}"
-    if options.models != list(MODELS):
-        command += f" --models {shlex.quote(','.join(options.models))}"
+    kinds = [name for name in options.models if name not in COPIES]
+    if kinds != list(MODELS):
+        command += f" --models {shlex.quote(','.join(kinds))}"
+    if options.copies:
+        command += " --copies"
     if options.formats != default():
         command += f" --formats {','.join(options.formats)}"
     cores, total = len(os.sched_getaffinity(0)), rows["total"]

@@ -11,8 +11,9 @@ from itertools import count
 from random import Random
 
 from proof.fuzz.attempt import Runner, Runners
-from proof.fuzz.case import LLAMA, Case
-from proof.fuzz.draw import Drawer, draw_model, draw_setup, judged
+from proof.fuzz.case import Case
+from proof.fuzz.draw import Drawer, draw_setup
+from proof.fuzz.kinds import LLAMA, draw_model, judged
 from proof.fuzz.shrink import Shrinker, last_good
 from proof.oracle.engines.forked import Prepare
 from proof.oracle.trace import Result, Trace

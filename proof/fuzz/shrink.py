@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from proof.fuzz.case import LLAMA, Case
+from proof.fuzz.case import Case
+from proof.fuzz.kinds import LLAMA
 from proof.oracle.trace import Request, Trace
 
 Fails = Callable[[Case], bool]
@@ -19,6 +21,8 @@ _PLAINER_REQUEST: tuple[dict[str, Any], ...] = (
     {"stop_token_ids": ()},
     {"n": 1, "temperature": 0.0},
     {"priority": 0},
+    {"adapter": 0},
+    {"letters": ""},
     {"arrival": 0},
 )
 _PLAINER_SETUP: tuple[dict[str, Any], ...] = (
@@ -57,7 +61,8 @@ class Shrinker:
                 self._plainer_request(at)
             # each needs its own engine, so there are few
             for change in _PLAINER_SETUP:
-                self._try(replace(self.case, setup=replace(self.case.setup, **change)))
+                with suppress(ValueError):  # not what the requests need
+                    self._try(replace(self.case, setup=replace(self.case.setup, **change)))
         return self.case
 
     def _try(self, candidate: Case) -> bool:
@@ -108,7 +113,9 @@ class Shrinker:
                 low = middle + 1
 
     def _shorten(self, at: At) -> None:
-        """Cut pieces out of the prompt, large ones first."""
+        """Cut pieces out of a prompt of words, large ones first."""
+        if _get(self.case, at).pictures:
+            return
         size = len(_get(self.case, at).prompt) // 2
         while size >= 4 and not self.done():
             for first in range(0, len(_get(self.case, at).prompt), size):

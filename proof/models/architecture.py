@@ -54,7 +54,7 @@ class Architecture:
     @property
     def head_size(self) -> int:
         """The head size of the layers with full attention, if the others have their own."""
-        text = self.build().get_text_config()
+        text = self.text()
         if alone := getattr(text, "per_layer_config", None):
             kinds = getattr(text, "layer_types", None) or []
             text = alone[kinds.index("full_attention") if "full_attention" in kinds else 0]
@@ -64,6 +64,10 @@ class Architecture:
         import transformers
 
         return getattr(transformers, self.config)(**self.numbers)
+
+    def text(self) -> Any:
+        """The configuration of its language model."""
+        return self.build().get_text_config()
 
 
 def llama_like(heads: int = 4, kv_heads: int = 2, head_dim: int | None = 64, **more: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from proof.models.architecture import VOCAB, Architecture
+from proof.oracle.adapters import ADAPTERS, folder_of
 
 LOGIT_STD = 30.0
 SPECIAL = 8
@@ -64,15 +66,23 @@ def write_model(arch: Architecture, path: Path) -> Path:
 _writing = threading.Lock()
 
 
-def written_beside(model: str, arch: Architecture) -> str:
-    """The path of a checkpoint of `arch` with the tokenizer of `model`, which is written next to it at first use."""
+def written_beside(model: str, arch: Architecture, complete: Callable[[Path], None]) -> str:
+    """The path of a checkpoint of `arch` next to `model`, which is written at first use; `complete` adds what turns
+    prompts into tokens."""
     path = Path(f"{model}-{arch.slug}")
     with _writing:
         if not path.exists():
             write_model(arch, path)
-            for name in ("tokenizer.json", "tokenizer_config.json"):
-                shutil.copy(Path(model) / name, path / name)
+            complete(path)
+            if arch.adapter:
+                write_adapters(path, arch.build())
     return str(path)
+
+
+def copy_tokenizer(of: str | Path, path: Path) -> None:
+    """The tokenizer of another checkpoint."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(of) / name, path / name)
 
 
 def _fill(name: str, p: torch.Tensor, generator: torch.Generator, tied: bool) -> None:
@@ -96,9 +106,13 @@ def _fill(name: str, p: torch.Tensor, generator: torch.Generator, tied: bool) ->
         p.copy_(gain * noise / p.shape[0 if transposed else -1] ** 0.5)
 
 
-def write_adapter(path: Path, config: Any, rank: int = 8) -> Path:
-    """A LoRA adapter of the query, key, value and output projections."""
-    generator = torch.Generator().manual_seed(2)
+def write_adapters(checkpoint: Path, config: Any, rank: int = 8) -> None:
+    """LoRA adapters of the query, key, value and output projections, next to a checkpoint."""
+    for number in range(1, ADAPTERS + 1):
+        _write_adapter(folder_of(checkpoint, number), config, rank, torch.Generator().manual_seed(1 + number))
+
+
+def _write_adapter(path: Path, config: Any, rank: int, generator: torch.Generator) -> None:
     path.mkdir(parents=True)
     heads, size = config.num_attention_heads, config.head_dim
     sizes = {
@@ -122,7 +136,6 @@ def write_adapter(path: Path, config: Any, rank: int = 8) -> Path:
         "target_modules": list(sizes),
     }
     (path / "adapter_config.json").write_text(json.dumps(about), encoding="utf-8")
-    return path
 
 
 PROMPT_TOKENS = range(SPECIAL, VOCAB)

@@ -276,7 +276,8 @@ SERVED: list[Architecture] = [
         llama_like(),
         "an adapter on the attention projections",
         adapter=True,
-        engine={"enable_lora": True, "max_lora_rank": 8},
+        engine={"enable_lora": True, "max_lora_rank": 8, "max_loras": 2},
+        replay=True,
     ),
     Architecture(
         "LLaVA",

@@ -135,6 +135,7 @@ def choices_of(life: Life) -> list[Choice]:
     return found
 
 
+@torch.inference_mode()
 def _behind(model: ReplayModel, lives: Sequence[Life], choices: Sequence[Choice]) -> list[float]:
     """By how much the reference prefers another token, beyond what the temperature allows; 0 or less: it agrees."""
     if not choices:
@@ -142,6 +143,9 @@ def _behind(model: ReplayModel, lives: Sequence[Life], choices: Sequence[Choice]
     whole = Whole(model, lives)
     rows = torch.tensor([whole.plan.row(c.life, c.part, c.position - 1) for c in choices])
     logits = whole.logits(rows)
+    for row, choice in zip(logits, choices, strict=True):
+        if letters := choice.life.request.letters:
+            row[~model.vocabulary.made_of(letters)] = -math.inf
     token = torch.tensor([c.token for c in choices])[:, None]
     behind = logits.amax(1) - logits.gather(1, token)[:, 0]
     allowed = torch.tensor([NEVER * c.life.request.temperature for c in choices])

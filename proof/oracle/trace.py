@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -39,9 +40,13 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     pictures: tuple[Picture, ...] = ()
+    adapter: int = 0
+    """The number of its LoRA adapter; 0: none."""
+    letters: str = ""
+    """Structured output: if not empty, the answer has only these letters."""
 
     def __post_init__(self) -> None:
-        for what, least in (("max_tokens", 1), ("n", 1), ("arrival", 0)):
+        for what, least in (("max_tokens", 1), ("n", 1), ("arrival", 0), ("adapter", 0)):
             whole(what, getattr(self, what), least)
         if not all(isinstance(x, tuple) for x in (self.prompt, self.stop, self.stop_token_ids)):
             raise ValueError(f"request {self.name!r} takes tuples of tokens and of words")
@@ -59,6 +64,8 @@ class Request:
             raise ValueError(f"temperature is {self.temperature!r}; it takes a number from 0 to 10")
         if not all(isinstance(word, str) and word for word in self.stop):
             raise ValueError(f"stop is {self.stop!r}; it takes words")
+        if not isinstance(self.letters, str) or self.letters.strip(string.ascii_letters):
+            raise ValueError(f"letters is {self.letters!r}; it takes letters from a to z")
         behind = 0
         for p in self.pictures:
             for what, value, least in (("seed", p.seed, 0), ("at", p.at, behind), ("tokens", p.tokens, 1)):

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from images import without_torchvision
-
 from proof.models import checkpoints
 from proof.models.architecture import Architecture
+from proof.models.seeing import SEEING
+from proof.models.without_torchvision import without_torchvision
 from proof.oracle.engines import forked
 from proof.oracle.trace import Result, Trace
 from vllm_kvq.integration.patches.served.states import leave_checkpoints_out
@@ -27,17 +27,18 @@ class Lab:
 
     def model(self, arch: Architecture) -> Path:
         path = self.folder / arch.slug
-        return path if path.exists() else checkpoints.write_model(arch, path)
-
-    def adapter(self, arch: Architecture) -> Path:
-        path = self.folder / f"{arch.slug}-adapter"
-        return path if path.exists() else checkpoints.write_adapter(path, arch.build())
+        if not path.exists():
+            checkpoints.write_model(arch, path)
+            if arch.name in SEEING:
+                SEEING[arch.name].complete(path)
+            if arch.adapter:
+                checkpoints.write_adapters(path, arch.build())
+        return path
 
     def run(
         self,
         arch: Architecture,
         traces: list[Trace],
-        adapter: bool = False,
         prepare: Callable[[Any], None] | None = None,
         **engine: Any,
     ) -> list[Result]:
@@ -48,8 +49,6 @@ class Lab:
             arguments["before"] = leave_checkpoints_out
         if arch.vision:
             arguments["before"] = functools.partial(without_torchvision, arch.model)
-        if adapter:
-            prepare = functools.partial(use_adapter, str(self.adapter(arch)))
         with forked.EngineProcess(str(self.model(arch)), arguments, {}, prepare) as process:
             return [process.run(trace) for trace in traces]
 
@@ -57,14 +56,6 @@ class Lab:
         """The sentence that the configuration is refused with, or None. `vision`: vLLM's class of a model that encodes
         images."""
         return forked.call(configure, str(checkpoint), vision, {"skip_tokenizer_init": True, **engine})
-
-
-def use_adapter(path: str, traced: Any) -> None:
-    """All requests of a TracedEngine go through the LoRA adapter."""
-    from vllm.lora.request import LoRARequest
-
-    engine = traced.engine
-    engine.add_request = functools.partial(engine.add_request, lora_request=LoRARequest("adapter", 1, path))
 
 
 def configure(model: str, vision: str | None, engine: dict[str, Any]) -> str | None:

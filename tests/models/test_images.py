@@ -15,10 +15,10 @@ import pytest
 import torch
 from engine_arguments import kvq
 from lab import Lab
-from seeing import LLAVA, QWEN2_VL, Seeing
 from test_works import ENGINE, LOSSLESS, PACKED, N
 
 from proof.models.checkpoints import PROMPT_TOKENS
+from proof.models.seeing import LLAVA, QWEN2_VL, Seeing
 from proof.oracle.compare import compare_all
 from proof.oracle.engines.interpreted import RUNNER
 from proof.oracle.judge import judge
@@ -52,13 +52,14 @@ def traces(seeing: Seeing) -> list[Trace]:
 
 
 def run(seeing: Seeing, lab: Lab, todo: list[Trace], prepare: Any = None, **engine: Any) -> list[Result]:
-    seeing.model(lab)
     return lab.run(seeing.arch, todo, prepare=prepare, **{**ENGINE, **engine})
 
 
 def judged(seeing: Seeing, lab: Lab, name: str, todo: list[Trace], got: list[Result], **options: Any) -> Verdict:
     error = 1e-2 if name == "qjl3" else 1e-3
-    return judge(ReplayModel(seeing.model(lab), name, N, kernel_error=error, **{**PACKED, **options}), todo, got)
+    return judge(
+        ReplayModel(str(lab.model(seeing.arch)), name, N, kernel_error=error, **{**PACKED, **options}), todo, got
+    )
 
 
 def cached(results: list[Result]) -> dict[str, int]:
@@ -136,7 +137,7 @@ def test_the_reference_sees_what_transformers_sees(seeing: Seeing, lab: Lab) -> 
     which puts the features and positions in their places itself."""
     from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-    path, rng = seeing.model(lab), random.Random(8)
+    path, rng = str(lab.model(seeing.arch)), random.Random(8)
     asked = seeing.request("two", [words(rng, 9), 1, words(rng, 20), 2, words(rng, 5)], 8)
     tokens = [*asked.prompt, *words(rng, 8)]
     ids, network = torch.tensor([tokens]), AutoModelForImageTextToText.from_pretrained(path)

@@ -55,6 +55,13 @@ def small_trace() -> Trace:
 
 
 TRACE = small_trace()
+ADAPTERS = {"page": 2}
+"""Requests of a model with adapters that do not use its first."""
+
+
+def trace_of(arch: Architecture) -> Trace:
+    adapters = {r.name: ADAPTERS.get(r.name, 1) if arch.adapter else 0 for r in TRACE.requests}
+    return Trace(tuple(replace(r, adapter=adapters[r.name]) for r in TRACE.requests))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +71,7 @@ def plain(lab: Lab) -> Any:
 
     def answers(arch: Architecture) -> Result:
         if arch.name not in known:
-            known[arch.name] = lab.run(arch, [TRACE], arch.adapter, kv_cache_dtype="auto", **ENGINE)[0]
+            known[arch.name] = lab.run(arch, [trace_of(arch)], kv_cache_dtype="auto", **ENGINE)[0]
         return known[arch.name]
 
     return answers
@@ -82,8 +89,8 @@ def beside_its_replay(arch: Architecture) -> Any:
 
 @pytest.mark.parametrize("arch", [beside_its_replay(a) for a in EXACT], ids=lambda a: a.name)
 def test_lossless_equals_plain_vllm(arch: Architecture, lab: Lab, plain: Any) -> None:
-    got = lab.run(arch, [TRACE], arch.adapter, **LOSSLESS, **ENGINE)[0]
-    verdict = compare(TRACE, plain(arch), got)
+    got = lab.run(arch, [trace_of(arch)], **LOSSLESS, **ENGINE)[0]
+    verdict = compare(trace_of(arch), plain(arch), got)
     assert not verdict.mismatches
     assert verdict.tokens == sum(r.max_tokens for r in TRACE.requests)
     assert verdict.hits == 1
@@ -93,15 +100,15 @@ def test_lossless_equals_plain_vllm(arch: Architecture, lab: Lab, plain: Any) ->
 
 @pytest.mark.parametrize("arch", EXACT, ids=lambda a: a.name)
 def test_lossy(arch: Architecture, lab: Lab, plain: Any) -> None:
-    got = lab.run(arch, [TRACE], arch.adapter, **kvq(arch.lossy, **PACKED), **ENGINE)[0]
-    verdict = compare(TRACE, plain(arch), got)
+    got = lab.run(arch, [trace_of(arch)], **kvq(arch.lossy, **PACKED), **ENGINE)[0]
+    verdict = compare(trace_of(arch), plain(arch), got)
     assert verdict.tokens == sum(r.max_tokens for r in TRACE.requests)
     # the control: what is read back differs from what was written
     assert any("token" in m for m in verdict.mismatches)
     assert not any("freed" in m for m in verdict.mismatches)
     if arch.replay:
         reference = ReplayModel(str(lab.model(arch)), arch.lossy, N, kernel_error=KERNEL_ERROR, W=0)
-        replayed = judge(reference, [TRACE], [got])
+        replayed = judge(reference, [trace_of(arch)], [got])
         assert not replayed.mismatches
         assert replayed.hits == 1
 

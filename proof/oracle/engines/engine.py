@@ -11,11 +11,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+from proof.oracle.adapters import asked_for
 from proof.oracle.engines.computed import Computed
 from proof.oracle.engines.far import POOL_BYTES, far_ids, hand_out_only, sparse_zeros
 from proof.oracle.engines.groups import groups_of
 from proof.oracle.engines.shared import SharedPages
 from proof.oracle.pictures import prompt_of
+from proof.oracle.structured import sampled
 from proof.oracle.trace import Chunk, Request, Result, Trace
 
 ENVIRONMENT = {
@@ -68,6 +70,7 @@ class TracedEngine:
         wanted = 0
         if pool is not None:
             wanted, arguments["num_gpu_blocks_override"] = blocks_for(model, pool, far, arguments)
+        self.model = model
         with sparse_zeros() if far else nullcontext():
             self.engine = LLM(model, **arguments).llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
@@ -146,8 +149,9 @@ class TracedEngine:
             ignore_eos=True,
             stop_token_ids=list(r.stop_token_ids),
             stop=list(r.stop),
+            **sampled(r),
         )
-        self.engine.add_request(r.name, prompt_of(r), params, priority=r.priority)
+        self.engine.add_request(r.name, prompt_of(r), params, priority=r.priority, **asked_for(r, self.model))
 
     def _preemptions(self) -> int:
         """How often a request was admitted again."""

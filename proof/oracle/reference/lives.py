@@ -106,9 +106,11 @@ class _Sample:
         if n not in self._keys:
             found = self._keys[n] = []
             for i in range(len(self.tokens) // n):
-                # equal tokens may stand for other pictures
+                # equal tokens may stand for other pictures, and an adapter makes other keys and values of them
                 shown = tuple(p for p in self.request.pictures if p.at < (i + 1) * n)
-                found.append(hash((found[-1] if i else 0, tuple(self.tokens[i * n : (i + 1) * n]), shown)))
+                found.append(
+                    hash((found[-1] if i else self.request.adapter, tuple(self.tokens[i * n : (i + 1) * n]), shown))
+                )
         return self._keys[n]
 
 

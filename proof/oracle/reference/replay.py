@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from proof.oracle.adapters import Adapters
 from proof.oracle.pictures import Shown
-from proof.oracle.reference.attention import Mixer, attending, load
+from proof.oracle.reference.attention import Attention, Mixer, attending, load
 from proof.oracle.reference.constants import constants_of, with_constants
 from proof.oracle.reference.kinds import Sight, exact_layers
 from proof.oracle.reference.reference import ExactCache, ReferenceCache, StateCache
+from proof.oracle.structured import Vocabulary
 from proof.oracle.trace import Request
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.by_layer import options_at
@@ -77,7 +79,8 @@ class ReplayModel:
             rope = _rope(self.network)
             self.formats = [replace(fmt, geometry=replace(fmt.geometry, rope=rope)) for fmt in self.formats]
         self.shared = sharing_layers(config)
-        self.shown = Shown(path, self.network)
+        self.shown, self.adapters = Shown(path, self.network), Adapters(path, self.network)
+        self.vocabulary = Vocabulary(path, config.vocab_size)
 
     def perturb(self, seed: int) -> None:
         """From now on, disturb queries, keys and values as float32 rounding does, and outputs as the kernels may."""
@@ -89,16 +92,25 @@ class ReplayModel:
             return x
         return x + size * x.square().mean().sqrt() * torch.randn(x.shape, generator=self.noise)
 
-    def inputs(
-        self, tokens: torch.Tensor, position: torch.Tensor, rows: Sequence[tuple[Request | None, slice]]
-    ) -> dict[str, torch.Tensor]:
-        """The network's inputs for these tokens; `rows`: which of them belong to a request."""
+    def logits(
+        self,
+        attention: Attention,
+        tokens: torch.Tensor,
+        position: torch.Tensor,
+        rows: Sequence[tuple[Request | None, slice]],
+        keep: int | torch.Tensor,
+    ) -> torch.Tensor:
+        """(kept, vocabulary) logits behind these tokens, at these positions of their requests, for the last `keep` or
+        for those that it names; `rows`: which of the tokens belong to a request."""
+        inputs = {"input_ids": tokens[None], "position_ids": position[None]}
         if any(asked is not None and asked.pictures for asked, _ in rows):
-            return self.shown.inputs(tokens, position, rows)
-        return {"input_ids": tokens[None], "position_ids": position[None]}
+            inputs = self.shown.inputs(tokens, position, rows)
+        with attending(attention), self.adapters.of(rows):
+            out = self.network(**inputs, use_cache=False, logits_to_keep=keep)
+        return out.logits[0]
 
     def request(self, asked: Request | None = None) -> Replay:
-        """`asked`: whose prompt may hold pictures."""
+        """`asked`: whose prompt may hold pictures, and who may have an adapter."""
         return Replay(self, asked)
 
     def cache(self, layer: int, pages: list[Any] | None = None) -> Any:
@@ -179,7 +191,4 @@ class Replay:
         """(logits, vocabulary) of the last positions of one chunk."""
         position = torch.arange(self.length, self.length + len(tokens))
         self.length += len(tokens)
-        inputs = self.model.inputs(torch.tensor(tokens), position, [(self.asked, slice(None))])
-        with attending(self):
-            out = self.model.network(**inputs, use_cache=False, logits_to_keep=logits)
-        return out.logits[0]
+        return self.model.logits(self, torch.tensor(tokens), position, [(self.asked, slice(None))], logits)

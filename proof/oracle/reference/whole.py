@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from proof.oracle.reference.attention import Mixer, attending
+from proof.oracle.reference.attention import Mixer
 from proof.oracle.reference.kinds import Sight
 from proof.oracle.reference.lives import Life
 from proof.oracle.reference.plan import Plan, Reads
@@ -145,10 +145,7 @@ class Whole:
         """(len(rows), vocabulary)."""
         plan = self.plan
         mine = [(life.request, reads.rows) for life, reads in zip(plan.lives, plan.reads, strict=True)]
-        inputs = self.model.inputs(plan.tokens, plan.position, mine)
-        with attending(self):
-            out = self.model.network(**inputs, use_cache=False, logits_to_keep=rows)
-        return out.logits[0]
+        return self.model.logits(self, plan.tokens, plan.position, mine, rows)
 
 
 def _in_turns(reads: Reads, columns: int) -> Iterator[slice]:

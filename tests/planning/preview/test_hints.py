@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ BIASED = LlamaShape(hidden=128, layers=8, heads=2, kv_heads=2, intermediate=64, 
 SMALL, LARGE = 8.0, 90.0
 """Norms of a head's bias: what most layers of Qwen2.5-Coder-0.5B have, and what few have."""
 HURT = "because it gives 32 channels of a token one scale, which a wide constant channel uses up; use kitty2"
-REAL = Path(os.environ.get("KVQ_WEIGHTS", ".weights"))
 
 
 @pytest.fixture
@@ -203,14 +201,14 @@ FOUND = {
 }
 
 
+@pytest.mark.weights
 @pytest.mark.parametrize("name", FOUND)
-def test_real_models(name: str) -> None:
-    if not (REAL / name / "config.json").exists():
-        pytest.skip(f"{name} is not there: python -m proof weights {REAL} {name}, then set KVQ_WEIGHTS={REAL}")
-    config = json.loads((REAL / name / "config.json").read_text())
+def test_real_models(name: str, weights: Callable[[str], Path]) -> None:
+    real = weights(name)
+    config = json.loads((real / "config.json").read_text())
     heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    found = key_biases.key_biases(REAL / name, layers, heads, size)
+    found = key_biases.key_biases(real, layers, heads, size)
     assert tuple(sorted(hints.large(found, size))) == FOUND[name]
 
 

@@ -79,6 +79,7 @@ SHARING = Only(
     "models whose layers share KV caches",
     lambda config: bool(getattr(config.model_config.hf_text_config, "num_kv_shared_layers", None)),
 )
+ADAPTERS = Only("requests with LoRA adapters", lambda config: config.lora_config is not None)
 V2_RUNNER = Only("vLLM's V2 model runner", lambda config: config.use_v2_model_runner)
 CONNECTORS = Only(
     "KV connectors",

@@ -19,7 +19,7 @@ from vllm_kvq.integration.patches.registered import (
     variables,
     windows,
 )
-from vllm_kvq.integration.patches.served import loaded, orphans, seeds, shared_caches, states, warmup, zeroing
+from vllm_kvq.integration.patches.served import adapters, loaded, orphans, seeds, shared_caches, states, warmup, zeroing
 from vllm_kvq.problem import Problem
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ PATCHES: tuple[Patch, ...] = (
     # when a packed layer's weights are loaded
     states.WITHOUT_CHECKPOINTS,
     shared_caches.FOUND,
+    adapters.WITHOUT,
     loaded.ON_GPU,
     loaded.ON_CPU,
     # when a worker prepares its KV cache groups

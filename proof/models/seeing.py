@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lab import Lab
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -27,16 +26,14 @@ class Seeing:
     tokens: int
     """Tokens of each picture."""
     write: Callable[[Path, int], None]
-    """Write what turns images into tokens next to the checkpoint."""
+    """Adds to a checkpoint what turns images into tokens."""
 
-    def model(self, lab: Lab) -> str:
-        path = lab.model(self.arch)
-        if not (path / "tokenizer.json").exists():
-            self.write(path, self.token)
-        return str(path)
+    def complete(self, path: Path) -> None:
+        """Adds to a checkpoint what turns images into tokens."""
+        self.write(path, self.token)
 
-    def request(self, name: str, parts: list[int | tuple[int, ...]], max_tokens: int, arrival: int = 0) -> Request:
-        """`parts` of the prompt: words, or the seed of a picture."""
+    def prompt(self, parts: Sequence[int | tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
+        """`parts`: words, or the seed of a picture."""
         prompt: list[int] = []
         pictures = []
         for part in parts:
@@ -45,7 +42,11 @@ class Seeing:
                 prompt += [self.token] * self.tokens
             else:
                 prompt += part
-        return Request(name, tuple(prompt), max_tokens, arrival, pictures=tuple(pictures))
+        return tuple(prompt), tuple(pictures)
+
+    def request(self, name: str, parts: Sequence[int | tuple[int, ...]], max_tokens: int, arrival: int = 0) -> Request:
+        prompt, pictures = self.prompt(parts)
+        return Request(name, prompt, max_tokens, arrival, pictures=pictures)
 
 
 def tokenizer(special: dict[int, str]) -> Any:
@@ -96,3 +97,4 @@ def seeing(name: str, tokens: int, write: Callable[[Path, int], None], **encoder
 
 LLAVA = seeing("LLaVA", (SIZE // 14) ** 2, write_llava, image_size=SIZE)
 QWEN2_VL = seeing("Qwen2-VL", (WIDTH // 28) * (HEIGHT // 28), write_qwen2_vl)
+SEEING = {seeing.arch.name: seeing for seeing in (LLAVA, QWEN2_VL)}
