@@ -26,6 +26,8 @@ AT_ONCE = 40
 """Mismatches that are replayed together; the next ones only if all of these were ties."""
 GREEDY = 0.01
 """Up to this temperature (vLLM's smallest) a sample is judged like a greedy one: n > 1 samples can't be greedy."""
+FORBIDDEN = -1e6
+"""The logit of a token that structured output rules out."""
 NEVER = 25.0
 """exp(-25): two logits whose difference over the temperature is larger are never mistaken for each other."""
 
@@ -144,8 +146,8 @@ def _behind(model: ReplayModel, lives: Sequence[Life], choices: Sequence[Choice]
     rows = torch.tensor([whole.plan.row(c.life, c.part, c.position - 1) for c in choices])
     logits = whole.logits(rows)
     for row, choice in zip(logits, choices, strict=True):
-        if letters := choice.life.request.letters:
-            row[~model.vocabulary.made_of(letters)] = -math.inf
+        if choice.life.request.letters:
+            row[~model.vocabulary.allowed(choice.life.request)] = FORBIDDEN
     token = torch.tensor([c.token for c in choices])[:, None]
     behind = logits.amax(1) - logits.gather(1, token)[:, 0]
     allowed = torch.tensor([NEVER * c.life.request.temperature for c in choices])

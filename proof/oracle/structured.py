@@ -28,6 +28,12 @@ class Vocabulary:
         self.checkpoint, self.size = checkpoint, size
         self.known: dict[str, torch.Tensor] = {}
 
+    def allowed(self, request: Request) -> torch.Tensor:
+        """(size,) the tokens that the answer may have. A grammar that never ends rules out its stop tokens."""
+        allowed = self.made_of(request.letters).clone()
+        allowed[list(request.stop_token_ids)] = False
+        return allowed
+
     def made_of(self, letters: str) -> torch.Tensor:
         """(size,) whether a token's text has only these letters."""
         if letters not in self.known:

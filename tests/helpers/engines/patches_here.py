@@ -24,5 +24,6 @@ def everything() -> Any:
         device_config=SimpleNamespace(device_type="cpu"),
         cache_config=SimpleNamespace(kv_offloading_size=None, cache_dtype="squat2"),
         kv_transfer_config=object(),
+        lora_config=object(),
         use_v2_model_runner=True,
     )

@@ -1,0 +1,168 @@
+"""The kinds of models that the fuzzer's engines have, and what it draws for each."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from proof.fuzz.case import Case, Setup
+from proof.fuzz.draw import MANY, Drawer, draw_setup
+from proof.fuzz.kinds import MODELS, draw_model, judged, kind
+from proof.fuzz.main import main
+from proof.fuzz.shrink import Shrinker
+from proof.models.copies import COPIES, copy
+from proof.models.seeing import SEEING
+from proof.oracle.adapters import ADAPTERS
+from proof.oracle.trace import Request, Trace
+from proof.weights.folder import VARIABLE
+
+LORA, SEES = "Llama with LoRA", next(iter(SEEING))
+QWEN = {"model_type": "qwen2", "hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2}
+GEMMA = {"model_type": "gemma3_text", "hidden_size": 640, "num_attention_heads": 4, "num_key_value_heads": 1}
+WINDOWS = [*["sliding_attention"] * 5, "full_attention"] * 3
+
+
+@pytest.fixture
+def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """real(name, the numbers in its config.json)"""
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    copy.cache_clear()
+
+    def write(name: str, **numbers: Any) -> None:
+        (tmp_path / name).mkdir()
+        common = {"architectures": ["X"], "vocab_size": 1000, "num_hidden_layers": 18, "intermediate_size": 4096}
+        (tmp_path / name / "config.json").write_text(json.dumps({**common, **numbers}))
+
+    return write
+
+
+def test_a_copy_without_a_head_size(real: Callable[..., None]) -> None:
+    """One KV head and its query heads: their size follows from that of the hidden states."""
+    real("qwen2.5-1.5b", **QWEN, rope_theta=7.0)
+    made = copy("copy of qwen2.5-1.5b").build()
+    assert type(made).__name__ == "Qwen2Config"
+    assert (made.num_attention_heads, made.num_key_value_heads, made.hidden_size) == (6, 1, 768)
+    assert (made.num_hidden_layers, made.vocab_size, made.rope_parameters["rope_theta"]) == (2, 1000, 7.0)
+    assert kind("copy of qwen2.5-1.5b").head_size == 128
+
+
+def test_a_copy_with_windows(real: Callable[..., None]) -> None:
+    real("gemma-3-270m", **GEMMA, head_dim=256, layer_types=WINDOWS, sliding_window=512)
+    made = copy("copy of gemma-3-270m")
+    assert made.windows
+    assert made.text().layer_types == WINDOWS[:6]
+    assert (made.text().sliding_window, made.text().num_attention_heads, made.head_size) == (48, 4, 256)
+
+
+def test_copies_need_the_real_models(real: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--copies"])
+    assert "python -m proof weights" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="smollm2-135m is not there"):
+        Setup("squat2", model="copy of smollm2-135m")
+
+
+def test_each_group_of_models_is_drawn_as_often(real: Callable[..., None]) -> None:
+    for name in COPIES.values():
+        real(name, **QWEN)
+    models = [*judged(MODELS, "lossless"), *COPIES]
+    drawn = [draw_model(Random(i), models) for i in range(500)]
+    for some in (
+        [*COPIES],
+        [LORA, *SEEING],
+        [m for m in MODELS if kind(m).hybrid],
+        [m for m in MODELS if kind(m).windows],
+    ):
+        assert 60 < sum(name in some for name in drawn) < 140
+    assert {LORA, *SEEING} <= {*judged(MODELS, "klt3")}
+
+
+def drawn(model: str, traces: int = 12, **changes: Any) -> list[Request]:
+    drawer = Drawer(Random(5), replace(draw_setup(Random(6), "squat2", "V1", model), **changes))
+    found = [drawer.trace(f"t{i}", reset=i == 0) for i in range(traces)]
+    Case(drawer.setup, tuple(found))  # takes them
+    return [r for trace in found for r in trace.requests]
+
+
+def test_adapters_are_drawn() -> None:
+    assert {r.adapter for r in drawn(LORA)} == {*range(ADAPTERS + 1)}
+    assert {r.adapter for r in drawn("Llama")} == {0}
+
+
+def test_pictures_are_drawn() -> None:
+    requests = drawn(SEES)
+    assert {len(r.pictures) for r in requests} == {0, 1, 2}
+    # the same picture in the same place, and another one
+    places = {(p.at, p.seed) for r in requests for p in r.pictures}
+    assert len({at for at, _ in places}) < len(places)
+    assert not any(r.letters for r in requests)
+
+
+def test_letters_are_drawn() -> None:
+    held = [r.letters for r in drawn("Llama") if r.letters]
+    assert held
+    assert all(set(letters) <= set(string.ascii_lowercase) for letters in held)
+
+
+def test_many_requests_are_drawn() -> None:
+    setups = [draw_setup(Random(i), "squat2", "V1") for i in range(40)]
+    assert MANY in {setup.max_seqs for setup in setups}
+    for most, expected in ((MANY, 80), (16, 24)):
+        drawer = Drawer(Random(5), replace(setups[0], max_seqs=most))
+        assert max(len(drawer.trace(f"t{i}", reset=False).requests) for i in range(20)) == expected
+
+
+def case_of(model: str, **fields: Any) -> Case:
+    return Case(Setup("squat2", model=model), (Trace((Request("r", (10, 11), 3, **fields),), True),))
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "complaint"),
+    [
+        ("Llama", {"adapter": 1}, "adapter 1, which the model does not have"),
+        (LORA, {"adapter": ADAPTERS + 1}, "adapter 3, which"),
+        (LORA, {"adapter": -1}, "adapter is -1"),
+        ("Llama", {"letters": "a]"}, "letters is"),
+        ("Llama", {"letters": 3}, "letters is 3"),
+    ],
+)
+def test_cases_that_no_model_can_run(model: str, fields: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        case_of(model, **fields)
+
+
+@pytest.mark.parametrize(("model", "fields"), [(LORA, {"adapter": 2, "letters": "abc"}), ("Llama", {})])
+def test_json(model: str, fields: dict[str, Any]) -> None:
+    case = case_of(model, **fields)
+    data = json.loads(json.dumps(case.to_json()))
+    assert Case.from_json(data) == case
+    assert {*fields} == {*data["traces"][0]["requests"][0]} - {"name", "prompt", "max_tokens"}
+
+
+def test_pictures_of_a_case() -> None:
+    prompt, pictures = SEEING[SEES].prompt([(10, 11), 1, (12,)])
+    request = Request("r", prompt, 3, pictures=pictures)
+    Case(Setup("squat2", model=SEES), (Trace((request,), True),))
+    with pytest.raises(ValueError, match="only LLaVA with images, Qwen2-VL with images see them"):
+        Case(Setup("squat2"), (Trace((request,), True),))
+
+
+def test_what_a_failure_needs_stays() -> None:
+    """The plainer model does not have what the requests need; the letters are not needed."""
+    needs = lambda case: case.traces[0].requests[0].adapter == 2  # noqa: E731
+    small = Shrinker(case_of(LORA, adapter=2, letters="abc"), needs, lambda: False).run()
+    assert small == Case(Setup("squat2", model=LORA), (Trace((Request("r", (10, 11), 1, adapter=2),), True),))
+
+
+def test_a_prompt_with_pictures_stays_whole() -> None:
+    prompt, pictures = SEEING[SEES].prompt([(10,) * 20, 1, (12,) * 20])
+    case = Case(Setup("squat2", model=SEES), (Trace((Request("r", prompt, 3, pictures=pictures),), True),))
+    small = Shrinker(case, lambda _: True, lambda: False).run()
+    assert small.traces[0].requests[0].prompt == prompt

@@ -1,0 +1,87 @@
+"""Requests with two LoRA adapters and without one, in the same batches and with the same words: every token is the one
+that the reference chooses, which adds each adapter for itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engine_arguments import kvq
+from lab import Lab
+from test_works import ENGINE, PACKED, N
+
+from proof.models import named
+from proof.models.checkpoints import PROMPT_TOKENS
+from proof.oracle.judge import judge
+from proof.oracle.reference.replay import ReplayModel
+from proof.oracle.trace import Request, Trace
+from proof.oracle.verdict import Verdict
+from vllm_kvq.integration.patches import once
+from vllm_kvq.integration.patches.served.adapters import EXPAND
+
+pytestmark = pytest.mark.engine
+LLAMA = named("Llama with LoRA")
+
+
+def shared(request: Any, *_: Any) -> list[Any]:
+    """vLLM's prefix cache with names for pages that say nothing of adapters."""
+    return []
+
+
+def not_in_keys(engine: Any) -> None:
+    from vllm.v1.core import kv_cache_utils
+
+    kv_cache_utils._gen_lora_extra_hash_keys = shared
+
+
+def vllms_own(engine: Any) -> None:
+    """Without our patch."""
+    for name in EXPAND:
+        module, _, function = name.partition(":")
+        setattr(__import__(module, fromlist=[function]), function, once.own(name))
+
+
+def always_the_first(engine: Any) -> None:
+    """Each request with an adapter has the first one."""
+    from vllm.lora.request import LoRARequest
+
+    add, first = engine.engine.add_request, LoRARequest("adapter 1", 1, f"{engine.model}-adapter-1")
+
+    def added(*args: Any, lora_request: Any = None, **more: Any) -> Any:
+        return add(*args, lora_request=lora_request and first, **more)
+
+    engine.engine.add_request = added
+
+
+def mixed() -> list[Trace]:
+    """The same prompt of some pages with each adapter and without one, together and one after the other."""
+    rng = random.Random(11)
+    words = tuple(rng.choice(PROMPT_TOKENS) for _ in range(3 * N + 9))
+    return [
+        Trace(tuple(Request(f"{how} {i}", words, 12, arrival=arrival * i, adapter=i) for i in (0, 1, 2)))
+        for how, arrival in (("together", 0), ("apart", 20))
+    ]
+
+
+@pytest.fixture
+def judged(lab: Lab) -> Callable[..., Verdict]:
+    def run(prepare: Any = None) -> Verdict:
+        todo = mixed()
+        got = lab.run(LLAMA, todo, prepare=prepare, **kvq("squat2", **PACKED), **ENGINE)
+        return judge(ReplayModel(str(lab.model(LLAMA)), "squat2", N, kernel_error=1e-3, W=0), todo, got)
+
+    return run
+
+
+def test_every_token_is_the_references(judged: Callable[..., Verdict]) -> None:
+    total = judged()
+    assert not total.mismatches
+    assert (total.tokens, total.hits) == (6 * 12, 3)
+    assert total.ties <= 0.05 * total.tokens
+
+
+@pytest.mark.parametrize("fault", [not_in_keys, vllms_own, always_the_first], ids=lambda f: f.__name__)
+def test_a_planted_fault_is_found(fault: Any, judged: Callable[..., Verdict]) -> None:
+    assert judged(fault).mismatches
