@@ -1,10 +1,14 @@
 """Tiny random models of every architecture that is known, served or refused.
 
-    architecture.py   the statements about one, and the numbers of small configurations
-    served.py         those that work
-    refused.py        those that are refused at start-up
-    document.py       docs/models.md, printed from the two
-    draft.py          draft models for speculative decoding
+    architecture.py          the statements about one, and the numbers of small configurations
+    served.py                those that work
+    refused.py               those that are refused at start-up
+    copies.py                of real models, with their tokenizers
+    seeing.py                those that see images
+    without_torchvision.py   how vLLM runs these without that package
+    checkpoints.py           their random weights, LoRA adapters and tokenizers
+    draft.py                 draft models for speculative decoding
+    document.py              docs/models.md, printed from the first two lists
 
 `tests/models` proves these statements about each.
 """

@@ -24,7 +24,7 @@ class Vocabulary:
     """The tokens of a checkpoint's tokenizer."""
 
     def __init__(self, checkpoint: str, size: int) -> None:
-        """`size`: of the model's logits, of which the tokenizer may know fewer."""
+        """`size`: of the model's logits, of which the tokenizer may know fewer or more."""
         self.checkpoint, self.size = checkpoint, size
         self.known: dict[str, torch.Tensor] = {}
 
@@ -43,6 +43,7 @@ class Vocabulary:
             mine, single = set(letters), {f"<0x{ord(letter):02X}>" for letter in letters}
             allowed = torch.zeros(self.size, dtype=torch.bool)
             for text, token in tokenizer.get_vocab().items():
-                allowed[token] = bool(text) and (set(text) <= mine or text in single)
+                if token < self.size:
+                    allowed[token] = bool(text) and (set(text) <= mine or text in single)
             self.known[letters] = allowed
         return self.known[letters]

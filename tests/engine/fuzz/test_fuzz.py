@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,6 +17,7 @@ from proof.fuzz.case import Case, Setup
 from proof.fuzz.draw import Drawer
 from proof.fuzz.main import default, main
 from proof.fuzz.session import Finding, Session, minimal
+from proof.models.copies import COPIES
 from proof.oracle.engines.engine import packed_pools
 
 pytestmark = pytest.mark.engine
@@ -33,6 +35,17 @@ def test_a_short_run_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert counts["total"]["mismatches"] == 0
     assert {name for name, row in counts.items() if row["requests"] > 0} == {*default(), "total"}
     assert min(counts["total"][what] for what in ("hits", "rejected", "aborts")) > 0
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_real_models(name: str, model: Path, weights: Callable[[str], Path]) -> None:
+    """With the real tokenizer, whose tokens structured output and stop strings are about."""
+    weights(COPIES[name])
+    session = Session(str(model), seed=7, seconds=60, formats=["squat2"], jobs=1, requests=8, models=[name])
+    session.run()
+    assert session.finding is None
+    assert session.counts["squat2"].models == {name: 1}
 
 
 def stale(model: Path) -> Finding:

@@ -150,6 +150,7 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
         "make mutants": Account(MUTANTS),
         "python -m proof fuzz --requests": Account(f"{FUZZER}::test_a_session_of_so_many_requests"),
         "python -m proof fuzz --seed": Account(FUZZ),
+        "KVQ_WEIGHTS=.weights python -m proof fuzz": Account(f"{FUZZ.rpartition('::')[0]}::test_copies_of_real_models"),
         "python -m proof fuzz --replay": Account(f"{FUZZER}::test_replay"),
         "python -m proof residues": Account(RESIDUES, 3),
         "python -m proof contexts": Account(CONTEXTS, 2),
