@@ -6,14 +6,16 @@ import json
 import string
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-from proof.fuzz.case import Case, Setup
-from proof.fuzz.draw import MANY, Drawer, draw_setup
+from proof.fuzz.attempt import checkpoint_of
+from proof.fuzz.case import Case, Setup, mend
+from proof.fuzz.draw import MANY, WORDS_OF_COPIES, Drawer, draw_setup
 from proof.fuzz.kinds import MODELS, draw_model, judged, kind
 from proof.fuzz.main import main
 from proof.fuzz.shrink import Shrinker
@@ -25,8 +27,10 @@ from proof.weights.folder import VARIABLE
 
 LORA, SEES = "Llama with LoRA", next(iter(SEEING))
 QWEN = {"model_type": "qwen2", "hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2}
+SMOLLM = {"model_type": "llama", "hidden_size": 1152, "num_attention_heads": 9, "num_key_value_heads": 3}
 GEMMA = {"model_type": "gemma3_text", "hidden_size": 640, "num_attention_heads": 4, "num_key_value_heads": 1}
 WINDOWS = [*["sliding_attention"] * 5, "full_attention"] * 3
+FULL = ["full_attention"] * 18
 
 
 @pytest.fixture
@@ -45,12 +49,19 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
 
 def test_a_copy_without_a_head_size(real: Callable[..., None]) -> None:
     """One KV head and its query heads: their size follows from that of the hidden states."""
-    real("qwen2.5-1.5b", **QWEN, rope_theta=7.0)
+    real("qwen2.5-1.5b", **QWEN, rope_theta=7.0, layer_types=FULL)
     made = copy("copy of qwen2.5-1.5b").build()
     assert type(made).__name__ == "Qwen2Config"
     assert (made.num_attention_heads, made.num_key_value_heads, made.hidden_size) == (6, 1, 768)
     assert (made.num_hidden_layers, made.vocab_size, made.rope_parameters["rope_theta"]) == (2, 1000, 7.0)
     assert kind("copy of qwen2.5-1.5b").head_size == 128
+
+
+def test_a_copy_with_a_head_size(real: Callable[..., None]) -> None:
+    """All heads; the size of the hidden states is a multiple of their number, and of 64."""
+    real("smollm2-135m", **SMOLLM, head_dim=64)
+    made = copy("copy of smollm2-135m").build()
+    assert (made.num_attention_heads, made.num_key_value_heads, made.head_dim, made.hidden_size) == (9, 3, 64, 576)
 
 
 def test_a_copy_with_windows(real: Callable[..., None]) -> None:
@@ -59,6 +70,18 @@ def test_a_copy_with_windows(real: Callable[..., None]) -> None:
     assert made.windows
     assert made.text().layer_types == WINDOWS[:6]
     assert (made.text().sliding_window, made.text().num_attention_heads, made.head_size) == (48, 4, 256)
+
+
+def test_a_copy_has_the_real_tokenizer(real: Callable[..., None], tmp_path: Path) -> None:
+    real("qwen2.5-1.5b", **QWEN)
+    (tmp_path / "llama").mkdir()
+    for name in ("qwen2.5-1.5b", "llama"):
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (tmp_path / name / file).write_text(name)
+    for model, whose in (("copy of qwen2.5-1.5b", "qwen2.5-1.5b"), ("Phi-2", "llama")):
+        path = Path(checkpoint_of(Setup("squat2", model=model), str(tmp_path / "llama")))
+        assert (path / "model.safetensors").exists()
+        assert (path / "tokenizer.json").read_text() == whose
 
 
 def test_copies_need_the_real_models(real: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +104,8 @@ def test_each_group_of_models_is_drawn_as_often(real: Callable[..., None]) -> No
         [m for m in MODELS if kind(m).windows],
     ):
         assert 60 < sum(name in some for name in drawn) < 140
+    for name in (LORA, *SEEING):
+        assert 20 < drawn.count(name) < 50
     assert {LORA, *SEEING} <= {*judged(MODELS, "klt3")}
 
 
@@ -89,6 +114,13 @@ def drawn(model: str, traces: int = 12, **changes: Any) -> list[Request]:
     found = [drawer.trace(f"t{i}", reset=i == 0) for i in range(traces)]
     Case(drawer.setup, tuple(found))  # takes them
     return [r for trace in found for r in trace.requests]
+
+
+def test_words_of_copies_are_drawn(real: Callable[..., None]) -> None:
+    real("qwen2.5-1.5b", **QWEN, vocab_size=WORDS_OF_COPIES.stop)
+    words = {word for r in drawn("copy of qwen2.5-1.5b") for word in (*r.prompt, *r.stop_token_ids)}
+    assert words <= {*WORDS_OF_COPIES}
+    assert max(words) > WORDS_OF_COPIES.stop // 2
 
 
 def test_adapters_are_drawn() -> None:
@@ -102,6 +134,8 @@ def test_pictures_are_drawn() -> None:
     # the same picture in the same place, and another one
     places = {(p.at, p.seed) for r in requests for p in r.pictures}
     assert len({at for at, _ in places}) < len(places)
+    # words between two
+    assert all(a.at + a.tokens < b.at for r in requests for a, b in pairwise(r.pictures))
     assert not any(r.letters for r in requests)
 
 
@@ -117,6 +151,12 @@ def test_many_requests_are_drawn() -> None:
     for most, expected in ((MANY, 80), (16, 24)):
         drawer = Drawer(Random(5), replace(setups[0], max_seqs=most))
         assert max(len(drawer.trace(f"t{i}", reset=False).requests) for i in range(20)) == expected
+
+
+@pytest.mark.parametrize(("model", "mended"), [(LORA, True), ("Granite 4", True), ("Llama", False)])
+def test_plain_vllm_is_mended(model: str, mended: bool) -> None:
+    """For the models that it serves wrongly on a CPU."""
+    assert (Setup("lossless", model=model).plain().arguments().get("before") is mend) == mended
 
 
 def case_of(model: str, **fields: Any) -> Case:
@@ -154,11 +194,13 @@ def test_pictures_of_a_case() -> None:
         Case(Setup("squat2"), (Trace((request,), True),))
 
 
-def test_what_a_failure_needs_stays() -> None:
-    """The plainer model does not have what the requests need; the letters are not needed."""
-    needs = lambda case: case.traces[0].requests[0].adapter == 2  # noqa: E731
-    small = Shrinker(case_of(LORA, adapter=2, letters="abc"), needs, lambda: False).run()
-    assert small == Case(Setup("squat2", model=LORA), (Trace((Request("r", (10, 11), 1, adapter=2),), True),))
+@pytest.mark.parametrize(("model", "needed"), [(LORA, {"adapter": 2}), ("Llama", {"letters": "abc"})])
+def test_what_a_failure_needs_stays(model: str, needed: dict[str, Any]) -> None:
+    """And only that; a plainer model does not have what the requests need."""
+    small = Request("r", (10, 11), 1, **needed)
+    fails = lambda case: needed.items() <= vars(case.traces[0].requests[0]).items()  # noqa: E731
+    found = Shrinker(case_of(LORA, adapter=2, letters="abc"), fails, lambda: False).run()
+    assert found == Case(Setup("squat2", model=model), (Trace((small,), True),))
 
 
 def test_a_prompt_with_pictures_stays_whole() -> None:

@@ -61,6 +61,7 @@ def test_every_token_is_the_references(answers: Callable[[Trace], Result], writt
     assert not verdict.mismatches
     assert verdict.tokens == 5 * 20
     assert verdict.rejected > 0
+    assert verdict.ties <= 0.05 * verdict.tokens
     allowed = reference.vocabulary.made_of(LETTERS)
     for name in ("held", "stops", "repeats", "long"):
         assert allowed[got.outputs[name][0]].all()
@@ -79,6 +80,15 @@ def test_tokens_of_some_letters(written: Written) -> None:
     texts = {tokenizer.decode([i]) for i in allowed.nonzero()[:, 0].tolist()}
     assert {"a", "b"} <= texts
     assert all(set(text) <= set("ab") for text in texts)
+
+
+def test_stop_tokens_are_ruled_out(written: Written) -> None:
+    """For the request that has them, and not for others with the same letters."""
+    vocabulary = Vocabulary(str(written(**SMALL)), 512)
+    free = Request("free", (10,), 1, letters="ab")
+    stop = int(vocabulary.allowed(free).nonzero()[0])
+    assert not vocabulary.allowed(replace(free, stop_token_ids=(stop,)))[stop]
+    assert vocabulary.allowed(free)[stop]
 
 
 def test_bytes_that_are_letters(tmp_path: Path) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from proof.mutants.fault import Fault
 
 FUZZER = "tests/instruments/test_fuzzer_verdicts.py"
+KINDS = "tests/instruments/test_fuzzer_kinds.py"
+ADAPTERS = "tests/models/test_adapters.py"
+STRUCTURED = "tests/engine/oracle/test_structured.py"
 IMAGES = "tests/models/test_images.py"
 VERDICTS = "tests/instruments/test_verdicts.py -k 'not by_the_reference'"
 
@@ -70,7 +73,126 @@ FAULTS: tuple[Fault, ...] = (
         "0",
         FUZZER,
     ),
+    Fault(
+        "models that see images are drawn as seldom as the others",
+        "proof/fuzz/kinds.py::draw_model",
+        "arch.adapter or arch.vision",
+        "arch.adapter",
+        f"{KINDS} -k as_often",
+    ),
+    Fault(
+        "two pictures of a prompt have no words between them",
+        "proof/fuzz/draw.py::Drawer._shown",
+        "{min(len(prompt), rng.choice((0, 3, 40, self.page, 150))) for _ in range(count)}",
+        "[min(len(prompt), rng.choice((0, 3, 40, self.page, 150))) for _ in range(count)]",
+        f"{KINDS} -k pictures_are_drawn",
+    ),
+    Fault(
+        "copies of real models are asked with the Llama's words",
+        "proof/fuzz/draw.py::Drawer.__init__",
+        "WORDS_OF_COPIES if setup.model in COPIES else WORDS",
+        "WORDS",
+        f"{KINDS} -k 'copy or copies'",
+    ),
+    Fault(
+        "copies of real models have the Llama's tokenizer",
+        "proof/fuzz/attempt.py::checkpoint_of",
+        "tokenizer_of(name) if name in COPIES else llama",
+        "llama",
+        f"{KINDS} -k 'copy or copies'",
+    ),
+    Fault(
+        "a copy's hidden states are no multiple of its heads",
+        "proof/models/copies.py::_small",
+        'math.lcm(config["num_attention_heads"], 64)',
+        "64",
+        f"{KINDS} -k 'copy or copies'",
+    ),
+    Fault(
+        "a copy of a model without windows has one layer",
+        "proof/models/copies.py::_small",
+        'max(2, 1 + kinds.index("full_attention"))',
+        '1 + kinds.index("full_attention")',
+        f"{KINDS} -k 'copy or copies'",
+    ),
+    Fault(
+        "a case may have no words but the Llama's",
+        "proof/fuzz/case.py::Case.__post_init__",
+        "self.setup.arch.text().vocab_size",
+        'MODEL["vocab"]',
+        f"{KINDS} -k 'copy or copies'",
+    ),
+    Fault(
+        "plain vLLM gives requests without an adapter the last one",
+        "proof/fuzz/case.py::Setup.arguments",
+        "or self.arch.adapter",
+        "",
+        f"{KINDS} -k plain",
+    ),
+    Fault(
+        "a failing case keeps an adapter that it does not need",
+        "proof/fuzz/shrink.py",
+        '{"adapter": 0},',
+        "",
+        f"{KINDS} -k failure_needs",
+    ),
     # oracle
+    Fault(
+        "the oracle's pages are those of any adapter",
+        "proof/oracle/reference/lives.py::_Sample.keys",
+        "self.request.adapter",
+        "0",
+        f"{ADAPTERS} -k not_in_keys",
+    ),
+    Fault(
+        "the reference adds the first adapter to all requests that have one",
+        "proof/oracle/adapters.py::Adapters._add",
+        "self._pairs(number)",
+        "self._pairs(1)",
+        f"{ADAPTERS} -k every_token",
+    ),
+    Fault(
+        "vLLM is told one name for all adapters",
+        "proof/oracle/adapters.py::asked_for",
+        'f"adapter {number}"',
+        '"adapter"',
+        f"{ADAPTERS} -k every_token",
+    ),
+    Fault(
+        "tokens with other letters, too, pass the reference's mask",
+        "proof/oracle/structured.py::Vocabulary.made_of",
+        "set(text) <= mine",
+        "set(text) & mine",
+        f"{STRUCTURED} -k tokens_of_some_letters",
+    ),
+    Fault(
+        "tokens of single bytes never pass the reference's mask",
+        "proof/oracle/structured.py::Vocabulary.made_of",
+        "or text in single",
+        "",
+        f"{STRUCTURED} -k bytes_that_are_letters",
+    ),
+    Fault(
+        "one request's stop tokens are ruled out for all of its letters",
+        "proof/oracle/structured.py::Vocabulary.allowed",
+        ".clone()",
+        "",
+        f"{STRUCTURED} -k stop_tokens",
+    ),
+    Fault(
+        "a token that a grammar rules out is infinitely far from the reference's",
+        "proof/oracle/judge.py::_behind",
+        "FORBIDDEN",
+        "-math.inf",
+        f"{STRUCTURED} -k every_token",
+    ),
+    Fault(
+        "one request's grammar holds all of its engine",
+        "proof/oracle/judge.py::_behind",
+        "row[~model",
+        "logits[:, ~model",
+        f"{STRUCTURED} -k every_token",
+    ),
     Fault(
         "the oracle's pages are those of any image",
         "proof/oracle/reference/lives.py::_Sample.keys",

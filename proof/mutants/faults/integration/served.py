@@ -9,6 +9,7 @@ SERVED = "tests/planning/plan/test_served.py"
 CAPACITY = "tests/planning/plan/test_capacity.py -k vllms_count"
 SETUP = "tests/planning/plan/test_setup.py"
 LAYERED = "tests/engine/oracle/test_by_layer.py"
+ADAPTERS = "tests/models/test_adapters.py -k every_token"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -338,5 +339,19 @@ FAULTS: tuple[Fault, ...] = (
         "return seed",
         "tests/models/pool/test_offload.py -k share_gives",
         slow=True,
+    ),
+    Fault(
+        "the adapter in the first place adds nothing on a CPU",
+        f"{ROOM}/patches/served/adapters.py::add_nothing_without.make.expand",
+        "adapter < 0",
+        "adapter <= 0",
+        ADAPTERS,
+    ),
+    Fault(
+        "requests without an adapter get the last one's slice of a fused product",
+        f"{ROOM}/patches/served/adapters.py::add_nothing_without",
+        "in EXPAND",
+        "in EXPAND[::2]",
+        ADAPTERS,
     ),
 )
