@@ -188,6 +188,10 @@ class Case:
                     raise ValueError(f"request {r.name!r} has token {max(r.prompt)}; the model knows {words}")
                 if r.pictures and self.setup.model not in SEEING:
                     raise ValueError(f"request {r.name!r} has pictures; only {', '.join(SEEING)} see them")
+                if r.letters and self.setup.model in SEEING:
+                    raise ValueError(f"request {r.name!r} has letters; the tokens of {self.setup.model} are words")
+                if max(r.stop_token_ids, default=0) >= words:
+                    raise ValueError(f"request {r.name!r} stops at a token that the model does not know")
                 if r.adapter > ADAPTERS * self.setup.arch.adapter:
                     raise ValueError(f"request {r.name!r} has adapter {r.adapter}, which the model does not have")
                 if len(r.prompt) + r.max_tokens > self.setup.max_len:

@@ -98,6 +98,7 @@ class Shrinker:
     def _plainer_request(self, at: At) -> None:
         for change in _PLAINER_REQUEST:
             self._change(at, replace(_get(self.case, at), **change))
+        self._change(at, _without_pictures(_get(self.case, at)))
         request = _get(self.case, at)
         self._lower(1, request.max_tokens, lambda x: self._change(at, replace(_get(self.case, at), max_tokens=x)))
         self._lower(0, request.arrival, lambda x: self._change(at, replace(_get(self.case, at), arrival=x)))
@@ -146,6 +147,12 @@ def last_good(path: Sequence[Case], fails: Fails) -> Case:
 
 def _get(case: Case, at: At) -> Request:
     return case.traces[at[0]].requests[at[1]]
+
+
+def _without_pictures(request: Request) -> Request:
+    shown = {i for p in request.pictures for i in range(p.at, p.at + p.tokens)}
+    prompt = tuple(token for i, token in enumerate(request.prompt) if i not in shown)
+    return replace(request, prompt=prompt, pictures=()) if prompt else request
 
 
 def _with(case: Case, at: At, request: Request) -> Case:

@@ -175,5 +175,8 @@ def blocks_for(model: str, pool: float, far: bool, arguments: dict[str, Any]) ->
 
     served = plan(EngineArgs(model, **arguments).create_engine_config())
     stride = served.pool.block_bytes if served.mixed else int(served.page_bytes)
-    wanted = 1 + int(pool * Capacity.of(served, 1).per_request)
+    per_request = Capacity.of(served, 1).per_request
+    # vLLM itself counts a block more for each layer with a window
+    least = per_request + sum(kind.layers for kind in served.pool.kinds if kind.apart)
+    wanted = 1 + max(least, int(pool * per_request))
     return wanted, -(-POOL_BYTES // stride) if far else wanted

@@ -116,7 +116,7 @@ class _Sample:
 
 Name = tuple[int, int, int]
 """The name of a page or state in the prefix cache: its group (-1: the packed layers'), its block, the tokens up to its
-end with what pictures among them show."""
+end with the request's adapter and what pictures among them show."""
 
 
 class Historian:
