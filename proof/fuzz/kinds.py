@@ -32,9 +32,16 @@ def judged(models: Sequence[str], format_name: str) -> list[str]:
 
 def draw_model(rng: Random, models: Sequence[str]) -> str:
     """Models with windows, hybrids, models with adapters or images, and copies each as often as all others together."""
-    groups: dict[tuple[bool, ...], list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in models:
-        arch = kind(name)
-        several = arch.adapter or arch.vision
-        groups.setdefault((arch.windows, arch.hybrid, several, name in COPIES), []).append(name)
+        groups.setdefault(_group(name), []).append(name)
     return rng.choice(rng.choice(list(groups.values())))
+
+
+def _group(name: str) -> str:
+    if name in COPIES:
+        return "copies"
+    arch = kind(name)
+    if arch.adapter or arch.vision:
+        return "adapters and images"
+    return "hybrids" if arch.hybrid else "windows" if arch.windows else "others"

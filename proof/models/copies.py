@@ -18,7 +18,7 @@ COPIES = {f"copy of {name}": name for name in MODELS}
 WINDOW = 48
 """Tokens, so that prompts are longer than a window."""
 OWN = ("_model_name_or_path", "architectures", "dtype", "transformers_version", "max_window_layers")
-"""What a configuration says of its checkpoint alone."""
+"""Entries of a configuration that are about its checkpoint."""
 
 
 def tokenizer_of(name: str) -> Path:

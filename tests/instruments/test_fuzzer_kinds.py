@@ -94,7 +94,8 @@ def test_copies_need_the_real_models(real: Callable[..., None], capsys: pytest.C
 
 def test_each_group_of_models_is_drawn_as_often(real: Callable[..., None]) -> None:
     for name in COPIES.values():
-        real(name, **QWEN)
+        windows = {"head_dim": 256, "layer_types": WINDOWS, "sliding_window": 512}
+        real(name, **GEMMA, **windows) if name.startswith("gemma") else real(name, **QWEN)
     models = [*judged(MODELS, "lossless"), *COPIES]
     drawn = [draw_model(Random(i), models) for i in range(500)]
     for some in (

@@ -75,7 +75,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "models that see images are drawn as seldom as the others",
-        "proof/fuzz/kinds.py::draw_model",
+        "proof/fuzz/kinds.py::_group",
         "arch.adapter or arch.vision",
         "arch.adapter",
         f"{KINDS} -k as_often",
