@@ -154,7 +154,8 @@ class Drawer:
         if self.setup.model in SEEING:
             prompt, pictures = self._shown(prompt)
         # vLLM's CPU sampler puts wrong tokens in the place of rejected drafts as soon as one request of a batch samples
-        several = rng.random() < 0.06 and not self.setup.drafts
+        # several samples are drawn, if only among tokens that are equally good, as the reference can tell
+        several = rng.random() < 0.06 and not self.setup.drafts and self.setup.arch.replay
         stops = rng.random()
         return Request(
             name,

@@ -146,6 +146,13 @@ def test_letters_are_drawn() -> None:
     assert all(set(letters) <= set(string.ascii_lowercase) for letters in held)
 
 
+def test_several_samples_are_drawn_where_the_reference_can_judge_them() -> None:
+    setup = Setup("lossless")
+    for model, expected in (("Llama", {1, 2, 3}), ("GLM-4", {1})):
+        drawer = Drawer(Random(5), replace(setup, model=model))
+        assert {r.n for i in range(20) for r in drawer.trace(f"t{i}", reset=False).requests} == expected
+
+
 def test_many_requests_are_drawn() -> None:
     setups = [draw_setup(Random(i), "squat2", "V1") for i in range(40)]
     assert MANY in {setup.max_seqs for setup in setups}
