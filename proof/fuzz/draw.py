@@ -70,6 +70,8 @@ def draw_setup(rng: Random, format_name: str, runner: str | None = None, model: 
         far=rng.random() < 0.2 and block >= 64,
     )
     chosen, asynchronous = runner or ("V2" if rng.random() < 0.1 else "V1"), rng.random() < 0.5
+    if chosen == "V2":  # its steps are slow
+        setup = replace(setup, max_seqs=min(16, setup.max_seqs))
     setup = replace(setup, runner=chosen, asynchronous=asynchronous and chosen == "V2", keep_all=rng.random() < 0.5)
     full = _full_layers(setup)
     if len(full) > 1 and rng.random() < 0.15:

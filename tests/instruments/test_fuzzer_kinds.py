@@ -156,6 +156,7 @@ def test_several_samples_are_drawn_where_the_reference_can_judge_them() -> None:
 def test_many_requests_are_drawn() -> None:
     setups = [draw_setup(Random(i), "squat2", "V1") for i in range(40)]
     assert MANY in {setup.max_seqs for setup in setups}
+    assert MANY not in {draw_setup(Random(i), "squat2", "V2").max_seqs for i in range(40)}
     for most, expected in ((MANY, 80), (16, 24)):
         drawer = Drawer(Random(5), replace(setups[0], max_seqs=most))
         assert max(len(drawer.trace(f"t{i}", reset=False).requests) for i in range(20)) == expected
