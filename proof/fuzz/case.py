@@ -12,9 +12,9 @@ from proof.fuzz.kinds import LLAMA, MODELS, kind
 from proof.models.architecture import Architecture
 from proof.models.copies import COPIES
 from proof.models.seeing import SEEING
-from proof.models.without_torchvision import without_torchvision
 from proof.oracle.adapters import ADAPTERS
 from proof.oracle.engines.interpreted import RUNNER
+from proof.oracle.engines.without_torchvision import without_torchvision
 from proof.oracle.trace import Trace, whole
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.table import PLAIN

@@ -5,7 +5,6 @@
     refused.py               those that are refused at start-up
     copies.py                of real models, with their tokenizers
     seeing.py                those that see images
-    without_torchvision.py   how vLLM runs these without that package
     checkpoints.py           their random weights, LoRA adapters and tokenizers
     draft.py                 draft models for speculative decoding
     document.py              docs/models.md, printed from the first two lists

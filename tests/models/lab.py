@@ -10,8 +10,8 @@ from typing import Any
 from proof.models import checkpoints
 from proof.models.architecture import Architecture
 from proof.models.seeing import SEEING
-from proof.models.without_torchvision import without_torchvision
 from proof.oracle.engines import forked
+from proof.oracle.engines.without_torchvision import without_torchvision
 from proof.oracle.trace import Result, Trace
 from vllm_kvq.integration.patches.served.states import leave_checkpoints_out
 from vllm_kvq.integration.plan import plan

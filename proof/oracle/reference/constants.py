@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from proof.models.without_torchvision import without_torchvision
 from proof.oracle.engines import forked
 from proof.oracle.engines.interpreted import RUNNER
+from proof.oracle.engines.without_torchvision import without_torchvision
 from vllm_kvq.formats import PageFormat, get_format
 from vllm_kvq.formats.by_layer import options_at
 from vllm_kvq.formats.constants import Constants
