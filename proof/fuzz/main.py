@@ -81,8 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in options.formats:
         if not judged(options.models, name):
             parser.error(f"--models {','.join(options.models)}: the reference can't judge {name} there, only lossless")
-    if options.report and options.replay:
-        parser.error("--report is for a run, not for one case")
+    for name in ("report", "copies"):
+        if getattr(options, name) and options.replay:
+            parser.error(f"--{name} is for a run, not for one case")
     try:
         case = Case.from_json(json.loads(options.replay.read_text(encoding="utf-8"))) if options.replay else None
     except (OSError, ValueError, RecursionError) as error:

@@ -7,7 +7,7 @@
     seeing.py                those that see images
     checkpoints.py           their random weights, LoRA adapters and tokenizers
     draft.py                 draft models for speculative decoding
-    document.py              docs/models.md, printed from the first two lists
+    document.py              docs/models.md, printed from served.py and refused.py
 
 `tests/models` proves these statements about each.
 """

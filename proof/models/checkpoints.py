@@ -60,6 +60,8 @@ def write_model(arch: Architecture, path: Path) -> Path:
             if arch.config == "Gemma3nTextConfig" and name.endswith(("q_norm.weight", "k_norm.weight")):
                 p.mul_(UNSCALED)
     model.to(getattr(torch, arch.dtype)).save_pretrained(path)
+    if arch.adapter:
+        write_adapters(path, config)
     return path
 
 
@@ -74,8 +76,6 @@ def written_beside(model: str, arch: Architecture, complete: Callable[[Path], No
         if not path.exists():
             write_model(arch, path)
             complete(path)
-            if arch.adapter:
-                write_adapters(path, arch.build())
     return str(path)
 
 

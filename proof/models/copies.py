@@ -17,7 +17,7 @@ COPIES = {f"copy of {name}": name for name in MODELS}
 """Names of copies, each with its model's."""
 WINDOW = 48
 """Tokens, so that prompts are longer than a window."""
-OWN = ("_model_name_or_path", "architectures", "dtype", "transformers_version", "max_window_layers")
+OWN = ("_model_name_or_path", "architectures", "dtype", "transformers_version")
 """Entries of a configuration that are about its checkpoint."""
 
 

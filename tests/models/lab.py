@@ -31,8 +31,6 @@ class Lab:
             checkpoints.write_model(arch, path)
             if arch.name in SEEING:
                 SEEING[arch.name].complete(path)
-            if arch.adapter:
-                checkpoints.write_adapters(path, arch.build())
         return path
 
     def run(

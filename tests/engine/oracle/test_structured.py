@@ -21,7 +21,7 @@ LETTERS = "aeioust"
 
 
 def asked() -> Trace:
-    """Some held to letters, one free; the second prompt repeats itself, so that drafts are found."""
+    """Four held to letters, one free; one prompt repeats itself, so that drafts are found."""
     rng = Random(12)
     words = tuple(rng.randrange(10, 250) for _ in range(90))
     free = Request("free", words[:50], 20)
