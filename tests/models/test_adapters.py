@@ -3,6 +3,7 @@ that the reference chooses, which adds each adapter for itself."""
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from test_works import ENGINE, PACKED, N
 
 from proof.models import named
 from proof.models.checkpoints import PROMPT_TOKENS
+from proof.oracle.adapters import folder_of
 from proof.oracle.judge import judge
 from proof.oracle.reference.replay import ReplayModel
 from proof.oracle.trace import Request, Trace
@@ -25,29 +27,25 @@ pytestmark = pytest.mark.engine
 LLAMA = named("Llama with LoRA")
 
 
-def shared(request: Any, *_: Any) -> list[Any]:
-    """vLLM's prefix cache with names for pages that say nothing of adapters."""
-    return []
-
-
 def not_in_keys(engine: Any) -> None:
+    """vLLM's prefix cache ignores which adapter made a page."""
     from vllm.v1.core import kv_cache_utils
 
-    kv_cache_utils._gen_lora_extra_hash_keys = shared
+    kv_cache_utils._gen_lora_extra_hash_keys = lambda request: []
 
 
 def vllms_own(engine: Any) -> None:
     """Without our patch."""
     for name in EXPAND:
         module, _, function = name.partition(":")
-        setattr(__import__(module, fromlist=[function]), function, once.own(name))
+        setattr(importlib.import_module(module), function, once.own(name))
 
 
 def always_the_first(engine: Any) -> None:
     """Each request with an adapter has the first one."""
     from vllm.lora.request import LoRARequest
 
-    add, first = engine.engine.add_request, LoRARequest("adapter 1", 1, f"{engine.model}-adapter-1")
+    add, first = engine.engine.add_request, LoRARequest("adapter 1", 1, str(folder_of(engine.model, 1)))
 
     def added(*args: Any, lora_request: Any = None, **more: Any) -> Any:
         return add(*args, lora_request=lora_request and first, **more)
