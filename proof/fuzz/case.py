@@ -179,16 +179,19 @@ class Case:
     traces: tuple[Trace, ...]
 
     def __post_init__(self) -> None:
-        words = self.setup.arch.text().vocab_size
+        words, seeing = self.setup.arch.text().vocab_size, SEEING.get(self.setup.model)
         for trace in self.traces:
             if len({r.name for r in trace.requests}) < len(trace.requests):
                 raise ValueError("two requests of a trace have the same name")
             for r in trace.requests:
                 if max(r.prompt) >= words:
                     raise ValueError(f"request {r.name!r} has token {max(r.prompt)}; the model knows {words}")
-                if r.pictures and self.setup.model not in SEEING:
+                if r.pictures and not seeing:
                     raise ValueError(f"request {r.name!r} has pictures; only {', '.join(SEEING)} see them")
-                if r.letters and self.setup.model in SEEING:
+                if seeing and not seeing.shows(r):
+                    a_picture = f"a picture is {seeing.tokens} times token {seeing.token}, and only pictures have it"
+                    raise ValueError(f"the prompt of {r.name!r} is not one of {self.setup.model}: {a_picture}")
+                if r.letters and seeing:
                     raise ValueError(f"request {r.name!r} has letters; the tokens of {self.setup.model} are words")
                 if max(r.stop_token_ids, default=0) >= words:
                     raise ValueError(f"request {r.name!r} stops at a token that the model does not know")

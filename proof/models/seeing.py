@@ -44,6 +44,12 @@ class Seeing:
                 prompt += part
         return tuple(prompt), tuple(pictures)
 
+    def shows(self, request: Request) -> bool:
+        """Whether its prompt has the token that stands for pictures exactly where they are."""
+        places = [i for p in request.pictures for i in range(p.at, p.at + p.tokens)]
+        whole = all(p.tokens == self.tokens for p in request.pictures)
+        return whole and places == [i for i, word in enumerate(request.prompt) if word == self.token]
+
     def request(self, name: str, parts: Sequence[int | tuple[int, ...]], max_tokens: int, arrival: int = 0) -> Request:
         prompt, pictures = self.prompt(parts)
         return Request(name, prompt, max_tokens, arrival, pictures=pictures)

@@ -203,6 +203,10 @@ def test_pictures_of_a_case() -> None:
     Case(Setup("squat2", model=SEES), (Trace((request,), True),))
     with pytest.raises(ValueError, match="only LLaVA with images, Qwen2-VL with images see them"):
         Case(Setup("squat2"), (Trace((request,), True),))
+    shorter = replace(request, prompt=(10, prompt[2]), pictures=(replace(pictures[0], at=1, tokens=1),))
+    for wrong in (replace(request, pictures=()), shorter):
+        with pytest.raises(ValueError, match="only pictures have it"):
+            Case(Setup("squat2", model=SEES), (Trace((wrong,), True),))
 
 
 @pytest.mark.parametrize(("model", "needed"), [(LORA, {"adapter": 2}), ("Llama", {"letters": "abc"})])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from engine_arguments import kvq
 from lab import Lab
 from test_works import ENGINE, PACKED, N
@@ -21,7 +22,7 @@ from proof.oracle.reference.replay import ReplayModel
 from proof.oracle.trace import Request, Trace
 from proof.oracle.verdict import Verdict
 from vllm_kvq.integration.patches import once
-from vllm_kvq.integration.patches.served.adapters import EXPAND
+from vllm_kvq.integration.patches.served.adapters import EXPAND, add_nothing_without
 
 pytestmark = pytest.mark.engine
 LLAMA = named("Llama with LoRA")
@@ -83,3 +84,19 @@ def test_every_token_is_the_references(judged: Callable[..., Verdict]) -> None:
 @pytest.mark.parametrize("fault", [not_in_keys, vllms_own, always_the_first], ids=lambda f: f.__name__)
 def test_a_planted_fault_is_found(fault: Any, judged: Callable[..., Verdict]) -> None:
     assert judged(fault).mismatches
+
+
+@pytest.mark.parametrize("name", EXPAND)
+def test_a_token_without_an_adapter_gets_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the functions, because a model calls some of them only for prompts or only for its logits."""
+    for each in EXPAND:
+        module, _, function = each.partition(":")
+        monkeypatch.setattr(importlib.import_module(module), function, once.own(each))
+    add_nothing_without()
+    module, _, function = name.partition(":")
+    expand = getattr(importlib.import_module(module), function)
+    inputs, weights, before = torch.randn(4, 8), torch.randn(2, 16, 8), torch.randn(4, 16)
+    output, adapter = before.clone(), torch.tensor([0, -1, 1, -1])
+    expand(inputs, weights, output, adapter, *((0, 16) if "slice" in function else ()), add_inputs=True)
+    added = torch.einsum("ti,toi->to", inputs, weights[adapter]) * (adapter >= 0)[:, None]
+    torch.testing.assert_close(output, before + added)
