@@ -89,6 +89,8 @@ class Setup:
             raise ValueError(f"options is {self.options!r}; it takes an object of options")
         if self.arch.hybrid and self.drafts:
             raise ValueError("drafts are refused for models with states on a CPU")
+        if self.arch.adapter and self.drafts and self.runner == "V2":
+            raise ValueError("vLLM's V2 runner crashes on drafts of models with adapters")
         if self.format != PLAIN:
             get_format(str(self.format)).bind(Geometry(self.arch.head_size, self.block_size), self.kvq)
 

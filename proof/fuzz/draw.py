@@ -46,8 +46,9 @@ def draw_setup(rng: Random, format_name: str, runner: str | None = None, model: 
         block = 64
     if format_name == "qjl3" and arch.head_size > LARGEST_WITH_OUTLIERS:
         options["outliers"] = 0
+    runner = runner or ("V2" if rng.random() < 0.1 else "V1")
     drafts, draft_model = rng.choice((0, 0, 1, 2, 3, 4, 5)), rng.random() < 0.25 and model == LLAMA
-    if arch.hybrid:
+    if arch.hybrid or (arch.adapter and runner == "V2"):
         drafts = 0
     if drafts and draft_model and format_name != "lossless":
         block = ROOM_FOR_A_DRAFT
@@ -58,21 +59,20 @@ def draw_setup(rng: Random, format_name: str, runner: str | None = None, model: 
         model,
         pool=rng.choice((1.1, 1.3, 1.6, 2.0, 3.0, None)),
         budget=rng.choice((24, 40, 64, 100, 256, 2048)),
-        max_seqs=rng.choice((3, 8, 16, 16, MANY)),
+        max_seqs=rng.choice((3, 8, 16, 16, MANY if runner == "V1" else 16)),  # V2's steps are slow
         drafts=drafts,
         lookup_min=rng.choice((1, 1, 2)),
         draft_model=bool(drafts) and draft_model,
         policy=rng.choice(("fcfs", "fcfs", "priority")),
         prefix_caching=rng.random() < 0.85,
+        keep_all=rng.random() < 0.5,
         # the C++ kernels are what is served; PyTorch's are float32 throughout, which leaves fewer ties
         kernels=rng.choice(("auto", "auto", "torch")),
         # small blocks would be millions, each an object of vLLM's
         far=rng.random() < 0.2 and block >= 64,
+        runner=runner,
+        asynchronous=runner == "V2" and rng.random() < 0.5,
     )
-    chosen, asynchronous = runner or ("V2" if rng.random() < 0.1 else "V1"), rng.random() < 0.5
-    if chosen == "V2":  # its steps are slow
-        setup = replace(setup, max_seqs=min(16, setup.max_seqs))
-    setup = replace(setup, runner=chosen, asynchronous=asynchronous and chosen == "V2", keep_all=rng.random() < 0.5)
     full = _full_layers(setup)
     if len(full) > 1 and rng.random() < 0.15:
         setup = replace(setup, options={**options, "skip_layers": [rng.choice(full)]})

@@ -129,6 +129,14 @@ def test_adapters_are_drawn() -> None:
     assert {r.adapter for r in drawn("Llama")} == {0}
 
 
+def test_adapters_have_no_drafts_with_the_v2_runner() -> None:
+    """It crashes on them."""
+    assert {draw_setup(Random(i), "squat2", "V2", LORA).drafts for i in range(20)} == {0}
+    assert {draw_setup(Random(i), "squat2", "V1", LORA).drafts for i in range(20)} == {*range(6)}
+    with pytest.raises(ValueError, match="drafts of models with adapters"):
+        Setup("squat2", model=LORA, drafts=1, runner="V2")
+
+
 def test_pictures_are_drawn() -> None:
     requests = drawn(SEES)
     assert {len(r.pictures) for r in requests} == {0, 1, 2}
