@@ -200,7 +200,7 @@ PROSE: Mapping[str, tuple[str, ...]] = {
     "docs/testing.md": ("requests: ",),
     "docs/upstream.md": (
         "the manager of ", "wrapped: ", "layers: ", "wrapped, started: ", "triton_kernels: ", "temperatures are ",
-        "RuntimeError: ", "IndexError: ", "the first adapter, ",
+        "RuntimeError: ", "IndexError: ", "the first adapter, ", "rows of tokens: ",
     ),
     "models/demo/README.md": ("651bb9c5",),
 }  # fmt: skip
