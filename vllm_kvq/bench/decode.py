@@ -68,7 +68,7 @@ def _engine(model: str, kv_cache_dtype: str, load: Load, options: Mapping[str, A
 
 
 def _cache_bytes() -> int | None:
-    """What each engine's cache takes, unless the user or vLLM says: on a CPU, vLLM's share is most of the memory."""
+    """What each engine's cache takes; None: the user or vLLM decides. On a CPU, vLLM would take most of the memory."""
     from vllm.platforms import current_platform
 
     return GIB if current_platform.is_cpu() and SPACE not in os.environ else None

@@ -118,7 +118,7 @@ def draw(path: Path, panels: Mapping[str, Curves], title: str, scale: Scale) -> 
 
 
 def points(axes: Any, found: Mapping[str, tuple[float, float]], across: str, up: str) -> None:
-    """A point for each name, from zero on; as many as a panel takes have their names next to them."""
+    """A point for each name, on axes from zero; as many as a panel takes have their names next to them."""
     shown = few(found)
     names = [Name(name, found[name], OTHERS if name in STYLES else OURS) for name in shown]
     others = [at for name, at in found.items() if name not in shown]
@@ -173,12 +173,12 @@ def _lines(axes: Any, curves: Curves, scale: Scale) -> None:
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("")
     else:
-        axes.set_ylim(bottom=0)  # last: what is drawn later does not move the limits
+        axes.set_ylim(bottom=0)  # last, because what is drawn later does not move the limits
     name_ends(axes, ends, colors)
 
 
 def _bars(axes: Any, curves: Curves, scale: Scale) -> None:
-    """The first one is the highest. A bar has its figure at its end."""
+    """The first one is at the top. A bar has its figure at its end."""
     values = {name: points[0][1] for name, points in curves.items()}
     colors = ["0.55" if name in STYLES else "C0" for name in values]
     drawn = axes.barh([*values], [*values.values()], height=0.65, color=colors)
@@ -191,4 +191,4 @@ def _bars(axes: Any, curves: Curves, scale: Scale) -> None:
         axes.axvline(1, color="black", linewidth=0.8)
         axes.annotate(scale.base, (1, 1), (0, 2), ("data", "axes fraction"), "offset points", ha="center", fontsize=8)
     axes.margins(x=0.1)
-    axes.set_xlim(left=0)  # last: what is drawn later does not move the limits
+    axes.set_xlim(left=0)  # last, because what is drawn later does not move the limits

@@ -38,14 +38,14 @@ def _fitted(codec: type[Codec], options: tuple[tuple[str, Any], ...], head_size:
 
 
 def slow_rope(head_size: int) -> Rope:
-    """It turns most channels, by so little that keys which it has not turned are not far from those that it has."""
+    """A RoPE that turns most channels, but so little that keys it has not turned are close to those it has."""
     half = (head_size - 16) // 2
     angle = torch.arange(CALIBRATION_TOKENS)[:, None] * 10 ** (-3 - torch.arange(half) / half)
     return Rope(torch.cat([angle.cos(), angle.sin()], 1))
 
 
 def calibrated(fmt: PageFormat, heads: int) -> PageFormat:
-    """The same format with constants for `heads` KV heads, no two of them alike; itself if it needs none."""
+    """The same format with constants for `heads` KV heads, no two of them alike; the format itself if it needs none."""
     if not fmt.calibrated:
         return fmt
     s, d = fmt.settings, fmt.geometry.head_size

@@ -7,7 +7,7 @@ One layer, one request, bf16, with the code that serves requests (`kernels.torch
     (causal, bf16 cache, its own scheduler); ours is the attention that we run instead.
   * chunk: attention of that many new tokens after `context` tokens, ours against vLLM's.
 
-Rounds are interleaved, shares and ratios are medians over rounds of that round's quotient.
+Rounds are interleaved; shares and ratios are medians over rounds of that round's quotient.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def packed_pool(fmt: PageFormat, pages: int, heads: int) -> torch.Tensor:
 
 
 def bound_format(shape: Shape, name: str, options: Mapping[str, Any] | None = None, layer: int = 0) -> PageFormat:
-    """As a model's layer has it: with a sketch or constants that are in memory for this layer only."""
+    """The format as a model's layer has it: with a sketch or constants that are in memory for this layer only."""
     rope = Rope.plain(shape.head_size, shape.context)
     geometry = Geometry(shape.head_size, shape.block_size, torch.bfloat16, layer, rope=rope)
     return calibrated(get_format(name).bind(geometry, options), shape.heads)

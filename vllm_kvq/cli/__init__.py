@@ -86,7 +86,7 @@ COMMANDS = (
 
 
 def _meant_below(command: Command, rest: Sequence[str]) -> Command | None:
-    """The longer command that a model's name is too much like: `eval eror` evaluates no model."""
+    """The longer command for which a model's name looks like a typo: `eval eror` evaluates no model."""
     at = len(command.words)
     below = {c.words[at]: c for c in COMMANDS if c.words[:at] == command.words and len(c.words) > at}
     close = meant(rest[0], below, SURE) if rest and not Path(rest[0]).exists() else None
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unread() -> bool:
-    """Whether nobody reads standard output any more, as behind `| head`, who has then seen enough."""
+    """Whether nobody reads standard output any more, as behind `| head` once it has seen enough."""
     asked = select.poll()
     asked.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in asked.poll(0)):

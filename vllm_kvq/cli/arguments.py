@@ -24,7 +24,7 @@ FORMATS = "formats, with options as in kitty2:S=8,W=64, or all"
 
 
 def add_formats(p: argparse.ArgumentParser, default: str | None, why_ours: str | None = None) -> None:
-    """`--formats`. `why_ours` says of vLLM's own caches why the command does not take them."""
+    """`--formats`. `why_ours`: why the command does not take vLLM's own caches."""
     p.add_argument("--formats", type=formats(why_ours), default=default, metavar="FORMAT,...", help=FORMATS)
 
 
@@ -49,7 +49,7 @@ def add_head_sizes(p: argparse.ArgumentParser, default: str) -> None:
 
 
 def head_sizes(text: str) -> list[int]:
-    """Those that packed pages may have."""
+    """Head sizes that packed pages may have."""
     from vllm_kvq.formats.codec import HEAD_SIZES
 
     for size in (sizes := whole_numbers(text)):
@@ -136,7 +136,7 @@ def size_for_vllm(text: str) -> int:
 
 
 def folder(text: str) -> Path:
-    """A folder that can be written, or be made: found out before anything is measured."""
+    """A folder that can be written to or created, which is found out before anything is measured."""
     path = Path(text)
     if path.exists() and not path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a file; name a folder")
@@ -156,7 +156,7 @@ def folder(text: str) -> Path:
 
 
 def check_file(p: argparse.ArgumentParser, path: Path, what: str) -> None:
-    """That it is there; `what` says which file is meant."""
+    """Checks that the file is there; `what` says which file is meant."""
     if not path.is_file():
         is_it = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
         p.error(f"{is_it}; name {what}")

@@ -63,7 +63,7 @@ def sentences(found: dict[str, list[Report]]) -> list[str]:
 
 
 def conforms(reports: Sequence[Report]) -> bool:
-    """Every check passed, at every head size that is not refused, of which there is one."""
+    """Whether every check passed at every head size that is not refused, and there is such a size."""
     return any(r.passed for r in reports) and not any(r.faults for r in reports)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FILE = "kvq.safetensors"
 OTHERS = ("--bits", "--context", "--seed")
-"""What has no part in constants."""
+"""Flags that have nothing to do with constants."""
 INSTEAD = "use --kv-cache-dtype kitty2"
 STATES = ("mamba", "ssm_", "linear_num_", "linear_attn", "hybrid_", "attn_layer_", "attn_type_list", "conv_L_cache")
 """How settings of layers without attention begin in config.json."""
@@ -115,7 +115,7 @@ def _wrong_model(model: str) -> str | None:
 
 
 def _hybrid(config: Mapping[str, Any]) -> bool:
-    """As far as config.json says; vLLM knows them all."""
+    """Whether the model is hybrid, as far as config.json says; vLLM knows all hybrid models."""
     text = config.get("text_config") or config
     kinds = text.get("layer_types") or text.get("layers_block_type") or []
     known = ("full_attention", "attention", "sliding_attention", "chunked_attention")
@@ -183,7 +183,7 @@ def main(prog: str, args: argparse.Namespace) -> int:
 
 
 def serve(args: argparse.Namespace, model: str, choice: Choice, path: Path) -> str:
-    """The command whose server finds them."""
+    """The command whose server finds the constants."""
     options = {**choice.options, **({"calibration": str(path.absolute())} if args.out else {})}
     words = ["vllm", "serve", model, "--kv-cache-dtype", choice.format]
     words += ["--dtype", args.dtype] if args.dtype else []

@@ -66,7 +66,7 @@ def _cell(fmt: Format, head_size: int, block_size: int) -> str:
 
 
 def problems(head_sizes: Sequence[int], block_sizes: Sequence[int]) -> dict[str, str]:
-    """Why formats don't have these sizes, by name. ValueError if none has."""
+    """Why formats don't have these sizes, by name. ValueError if no format has them."""
     found = {}
     for fmt in public_formats():
         for d, n in product(head_sizes, block_sizes):

@@ -1,8 +1,8 @@
 """torch takes seconds to load, and a mistyped command line can be refused without it.
 
 The table of formats, which a refusal needs, imports torch like anything else. In this process such an import gives a
-module that loads itself when one of its names is first used. So modules that a refusal imports use torch's names only
-in functions and in annotations, or the wait comes back (tests/commands/test_imports.py).
+module that loads itself when one of its names is first used. So modules that a refusal imports may use torch's names
+only in functions and in annotations, or the wait comes back (tests/commands/test_imports.py).
 """
 
 from __future__ import annotations

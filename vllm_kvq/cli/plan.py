@@ -93,7 +93,7 @@ def ignored(options: argparse.Namespace, given: Sequence[str], more: Sequence[st
 
 
 def names(p: argparse.ArgumentParser, chosen: Sequence[Choice]) -> list[str]:
-    """All formats are in the order of `vllm-kvq check`."""
+    """`all` gives the formats in the order of `vllm-kvq check`."""
     from vllm_kvq.cli.check.every import ranked  # imports vllm
 
     if chosen == formats()(ALL):
@@ -257,7 +257,7 @@ def show(found: Outcome) -> None:
 
 
 def _vllms_words(found: Outcome) -> list[str]:
-    """What vLLM's own lines will say of the same caches, where that is something else."""
+    """What vLLM's own lines will say of the same caches, where that differs."""
     if found.wanted.cache_bytes is None:
         return []
     others = [f"{row.name} {row.vllm_tokens:,}" for row in found.rows if row.vllm_tokens not in (None, row.tokens)]

@@ -21,7 +21,8 @@ PLAIN_BITS = 16
 
 
 def bits_at(served: Served, tokens: int) -> float:
-    """Whole blocks, as vLLM allocates them, against the same numbers in 16 bits; including layers not packed."""
+    """Bits per number: what whole blocks take, as vLLM allocates them, against the same numbers in 16 bits; including
+    layers not packed."""
     served = replace(served, max_len=tokens)
     taken = served.pool.per_request * served.pool.block_bytes
     return PLAIN_BITS * taken / sum(kind.layers * kind.plain_bytes for kind in served.kinds)
@@ -33,7 +34,7 @@ def plain_bits(dtype: str, model_dtype: Any) -> float:
 
 
 def served_bits(folder: str, choice: Choice, dtype: str, tokens: int) -> float:
-    """The plan of a server that would start with this choice; otherwise WouldNotStart with the reason."""
+    """By the plan of a server with this choice. WouldNotStart, with the reason, if it would not start."""
     return bits_at(_served(folder, choice, dtype, tokens), tokens)
 
 
@@ -43,7 +44,7 @@ def _served(folder: str, choice: Choice, dtype: str, tokens: int) -> Served:
         "--additional-config": json.dumps({"kvq": dict(choice.options)}),
         "--dtype": dtype,
         "--max-model-len": str(tokens),
-        # not what bits depend on, but vLLM's default may not be free
+        # bits do not depend on it, but vLLM's default may not be free
         "--kv-cache-memory-bytes": "1G",
     }
     return dry_start([folder, *(word for pair in arguments.items() for word in pair)]).served

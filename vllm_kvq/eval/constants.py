@@ -1,4 +1,4 @@
-"""Where calibrated formats have their constants from in an evaluation: those that can be served from a server of the
+"""Where calibrated formats get their constants in an evaluation: those that can be served, from a server of the
 model (integration/preview/constants.py). Others' are fitted to these texts, none of which an evaluation measures:
 
     documentation  paragraphs of Python's that `tasks.text` leaves out
@@ -42,7 +42,7 @@ def of_server(choice: Choice) -> bool:
 
 
 def named(choice: Choice, servers: Known) -> dict[str, str]:
-    """What the name of a stored measurement says of a server's constants; no server would start: its row says why."""
+    """What the name of a stored measurement says of a server's constants; if no server starts, its row says why."""
     if not of_server(choice):
         return {}
     try:

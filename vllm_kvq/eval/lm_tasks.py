@@ -46,7 +46,7 @@ class LmEval:
             raise LmEvalFailed("lm-evaluation-harness is not installed: pip install 'vllm-kvq[lm_eval]'")
 
     def run(self, choice: Choice) -> dict[str, Any]:
-        """What it writes, from its JSON."""
+        """What the harness writes, read from its JSON."""
         with tempfile.TemporaryDirectory(prefix="kvq-lm-eval-") as name:
             folder = Path(name)
             # JSON is also YAML, the language of its configuration

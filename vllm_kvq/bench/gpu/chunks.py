@@ -23,7 +23,7 @@ HOW = ("unpacked", "by pages")
 
 
 def run(device: torch.device, formats: list[str], results: Results) -> None:
-    """NoTime without the attention over bf16 to compare with."""
+    """Raises NoTime without the attention over bf16 to compare with."""
     chunk, history = (CHUNK, HISTORY) if device.type == "cuda" else (16, 2 * N)
     attend, name = whole(device)
 

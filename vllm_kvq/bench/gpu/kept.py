@@ -43,7 +43,7 @@ class Kept:
 
     @classmethod
     def of(cls, path: Path) -> Kept:
-        """Those with the torch that measured last. ValueError if there are no decode times among them."""
+        """The measurements with the torch that measured last. ValueError if there are no decode times among them."""
         rows = read(path)
         newest = [row for row in rows if row.torch == rows[-1].torch]
         found = cls(path.stem.removeprefix("gpu-"), newest[-1].torch if newest else "", newest)
@@ -60,7 +60,7 @@ class Kept:
         return 1 / self._seconds("copy")[0, 0]
 
     def steps(self) -> list[Step]:
-        """Those that there is a bf16 kernel to compare with: long contexts first, and kernels in their order."""
+        """Steps for which there is a bf16 kernel to compare with: long contexts first, and kernels in their order."""
         found: list[Step] = []
         eight = self._seconds("fp8")
         rivals = [self._seconds(name) for name in BF16]
@@ -73,7 +73,7 @@ class Kept:
         return sorted(found, key=lambda step: (-step.shape.context, step.shape.batch, not step.rival))
 
     def decoding(self) -> Cells:
-        """Under table.HEADER."""
+        """The cells under table.HEADER."""
         wide = self.bandwidth
         return [
             cells(s.name, s.shape, s.seconds, s.bf16, s.fp8, bf16_bytes(s.shape) / wide, s.read, wide)

@@ -1,7 +1,7 @@
 """The kernels that decode steps are compared with: attention over bf16 and over fp8.
 
-    sdpa         torch's attention, by its own choice
-    sdpa-flash   torch's attention, only FlashAttention
+    sdpa         torch's attention, by the kernel that it chooses
+    sdpa-flash   torch's attention, by FlashAttention only
     flash_attn   the package flash_attn
     vllm-fa3     FlashAttention 3 over pages of 16 tokens, as vLLM serves a bf16 cache on Hopper
     fp8          the same over fp8, with queries in fp8, as vLLM serves an fp8 cache; else flash_attn_interface
@@ -54,7 +54,7 @@ def rivals(shape: Shape, device: torch.device, results: Results) -> tuple[dict[s
 
 
 def random_caches(shape: Shape, read: int, dtype: torch.dtype, device: torch.device) -> Caches:
-    """As many as are rotated where one launch reads `read` bytes."""
+    """As many caches as are rotated if one launch reads `read` bytes."""
     size = (shape.batch, shape.context, HEADS, HEAD)
 
     def random() -> torch.Tensor:

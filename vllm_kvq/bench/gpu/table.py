@@ -72,7 +72,7 @@ def cells(
 
 
 def run_prompts(device: torch.device, formats: Sequence[str], tokens: int, results: Results) -> None:
-    """NoTime without the layer to compare with."""
+    """Raises NoTime without the layer to compare with."""
     whole = results.take("a layer's prefill", 1, tokens, lambda: (prefill_seconds(tokens, device), 0)).seconds
     results.tell("")
     results.tell(

@@ -58,7 +58,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Found:
-    """What one server did. Times are in seconds: the middle and the slowest hundredth."""
+    """What one server did. Times are in seconds: the median and the 99th percentile."""
 
     cache: str
     tokens: int
@@ -134,7 +134,7 @@ def load_command(url: str, model: Path, load: Load, out: Path) -> list[str]:
 def server(model: Path, dtype: str, load: Load, log: Path, options: Mapping[str, Any] | None = None) -> Server:
     more = ["--kv-cache-memory-bytes", str(load.cache_bytes), "--max-num-seqs", str(load.concurrency)]
     more += ["--enforce-eager"] * load.eager
-    # on a CPU this variable would count, and not the flag
+    # on a CPU this variable would count instead of the flag
     return with_cache(model, dtype, load.max_len, log, more, options, without=["VLLM_CPU_KVCACHE_SPACE"])
 
 

@@ -116,7 +116,7 @@ def stream(url: str, prompt: list[int], tokens: int) -> Turn:
 
 
 def counted(line: bytes) -> int:
-    """The tokens of an answer so far, as one of its messages says it."""
+    """The number of an answer's tokens so far, as one of its messages gives it."""
     try:
         return int(json.loads(line[6:])["usage"]["completion_tokens"])
     except (ValueError, LookupError, TypeError):
@@ -172,7 +172,7 @@ class Cell:
 
 
 def gain(share: float, kernel: float) -> float:
-    """The speedup of a step when the `share` of it gets `kernel` times faster."""
+    """The speedup of a step if a `share` of it becomes `kernel` times as fast."""
     return 1 / (1 - share + share / kernel)
 
 

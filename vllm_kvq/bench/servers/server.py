@@ -73,8 +73,8 @@ class Server:
         without: Sequence[str] = (),
         defaults: Mapping[str, str] | None = None,
     ):
-        """`without`: variables that the child does not get, ours or the caller's; `defaults`: more than DEFAULTS, or
-        in their place."""
+        """`without`: variables that the child does not get, ours or the caller's; `defaults`: these add to
+        DEFAULTS, or replace them."""
         self.url = f"http://{host}:{port}"
         self.log = log
         self.arguments = ["serve", model, "--host", host, "--port", str(port)]
@@ -88,7 +88,7 @@ class Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         environment = {k: v for k, v in {**self.defaults, **os.environ}.items() if k not in self.without}
         with self.log.open("wb") as log:
-            # Its own process group: Ctrl-C then reaches only us, and we stop the child in order. Not its own session:
+            # Its own process group: Ctrl-C then reaches only us, and we stop the child cleanly. Not its own session:
             # Linux divides processors among sessions, and one with a busy server can starve ours for seconds.
             self._child = subprocess.Popen(
                 self.command,
@@ -181,8 +181,8 @@ def with_cache(
 
 @contextmanager
 def watched(*servers: Server) -> Iterator[None]:
-    """Whatever fails while these servers are asked is a ServerError with the end of a log: of the server that died, or
-    of each server if none did."""
+    """Whatever fails while these servers are asked becomes a ServerError with the end of a log: that of the server that
+    died, or of each server if none did."""
     try:
         yield
     except (ServerError, OSError, HTTPException) as error:

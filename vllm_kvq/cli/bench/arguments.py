@@ -22,7 +22,7 @@ def recommended() -> str:
 
 
 def add_shape(p: argparse.ArgumentParser) -> None:
-    """One layer's attention."""
+    """The shape of one layer's attention."""
     p.add_argument("--query-heads", type=whole_number, default=32, metavar="N", help="query heads of the layer")
     p.add_argument("--kv-heads", type=whole_number, default=8, metavar="N", help="KV heads of the layer")
     p.add_argument("--head-size", type=whole_number, default=128, metavar="D", help=CHANNELS)
@@ -46,7 +46,7 @@ def _threads(text: str) -> int:
 
 
 def check_memory(p: argparse.ArgumentParser, context: int, token_bytes: int) -> None:
-    """`token_bytes`: of one token of the 16-bit caches that are measured next to ours."""
+    """`token_bytes`: the bytes of one token in the 16-bit caches that are measured next to ours."""
     needed, memory = context * token_bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory // 2:
         p.error(

@@ -120,7 +120,7 @@ def heading(load: Load) -> str:
 
 
 def pad(head: str) -> str:
-    """Two lines."""
+    """The head as two lines."""
     return head if "\n" in head else f"\n{head}"
 
 

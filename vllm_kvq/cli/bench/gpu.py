@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 console.show_json({"device": name, "compiled": names})
             return console.DONE
     results = Results(args.out, name, deadline=deadline, say=(lambda line: None) if args.json else say)
-    # each part ends early where nothing can be said without what there is no time for
+    # each part ends early if there is no time for a measurement without which it can say nothing
     with suppress(NoTime):
         table.run(device, names, shapes, results)
     with suppress(NoTime):
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def with_kernels(chosen: Sequence[Choice]) -> list[str]:
-    """All formats are those that have kernels; another is refused, and so are options."""
+    """`all` means the formats that have kernels; any other format is refused, and so are options."""
     served = [*decode.formats()]
     if chosen == formats()(ALL):
         return served

@@ -28,7 +28,7 @@ KEPT = "What the CSV held already, with the same torch, was not measured again."
 
 
 def tables(kept: Kept, of: str = "") -> Iterator[Table]:
-    """`of` names the device, where others are on the page."""
+    """`of` names the device if others are on the page, too."""
     if steps := kept.decoding():
         title = f"{of}Decode steps: torch {kept.torch}, copy {kept.bandwidth / 1e9:.0f} GB/s (read + write)"
         yield Table(HEADER, steps, title=title)
@@ -52,7 +52,7 @@ def write(
     arguments: Sequence[str] | None,
     facts: Sequence[tuple[str, str]],
 ) -> list[Path]:
-    """report.html, and a PNG of each device where `place` says; which of them were written, the page first."""
+    """Writes report.html, and a PNG of each device where `place` says; returns what was written, the page first."""
     report = Report(prog, "gpu-DEVICE", ABOUT, "Speed against bf16", COLUMNS)
     drawn = pictures(lambda: [kept.plot(place(kept)) for kept in devices if kept.panels()])
     shown = [table for kept in devices for table in tables(kept, f"{kept.device}, " if devices[1:] else "")]

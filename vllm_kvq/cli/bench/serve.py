@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def cells(row: Row) -> list[str]:
-    """Without the format."""
+    """The row's cells without the format."""
     cell, share, kernel = row.cell, row.share, row.kernel
     text = [str(cell.context), str(cell.batch)]
     text += [f"{cell.plain.step * 1e3:.2f}", f"{cell.packed.step * 1e3:.2f}", f"{cell.ratio:.2f}"]
@@ -99,7 +99,7 @@ def table(rows: Sequence[Row], columns: Sequence[int], title: str) -> console.Ta
 
 
 def record(row: Row) -> dict[str, Any]:
-    """The row's document as one line of a CSV; seconds."""
+    """The row's document as one line of a CSV; times are in seconds."""
     flat: dict[str, Any] = {}
     for name, value in row.document().items():
         flat |= {f"{name}_{part}": x for part, x in value.items()} if isinstance(value, dict) else {name: value}
@@ -152,5 +152,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def lines(row: Row, first: bool) -> list[str]:
-    """What is printed of a row; `first` of its format, it has the table's head above it."""
+    """What is printed of a row; the `first` one of a format has the table's head above it."""
     return [f"{row.format} against bf16", HEADER, line(row)] if first else [line(row)]

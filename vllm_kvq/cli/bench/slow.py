@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def markdown(table: Table) -> str:
-    """The columns of words are code."""
+    """Columns of words are set as code."""
     rows = [[*(f"`{cell}`" for cell in row[: table.right]), *row[table.right :]] for row in table.rows]
     lines = [table.head, ["---"] * len(table.head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -17,7 +17,7 @@ class Unreadable(ValueError):
 
 
 def config_words(name: str) -> list[str]:
-    """What its lines would be on the command line. Raises Unreadable."""
+    """What the file's lines would be on the command line. Raises Unreadable."""
     words: list[str] = []
     for key, value in _content(name).items():
         flag = f"--{key}"
@@ -35,7 +35,7 @@ def config_words(name: str) -> list[str]:
 def _content(name: str) -> dict[Any, Any]:
     try:
         import yaml
-    except ImportError:  # vLLM brings it, and that vLLM is not installed is said next
+    except ImportError:  # vLLM brings it; that vLLM is not installed is reported next
         return {}
     path = Path(name)
     if not path.is_file():
@@ -52,7 +52,7 @@ def _content(name: str) -> dict[Any, Any]:
 
 
 def _refuse_twins(node: yaml.Node | None, name: str) -> None:
-    """A key that is there twice: YAML's readers take the last one, so two files in one would lose options."""
+    """Refuses a key that is there twice: YAML's readers take the last one, so two files in one would lose options."""
     import yaml
 
     if isinstance(node, yaml.SequenceNode):

@@ -47,7 +47,7 @@ class Limit:
 
 
 def memory_wanted(arguments: Sequence[str]) -> Limit | None:
-    """None where the user has said how much the cache may take, or the default is free."""
+    """None if the user has said how much the cache may take, or if there is room for vLLM's default."""
     from vllm.config import CacheConfig
     from vllm.platforms import current_platform
 

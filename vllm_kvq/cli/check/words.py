@@ -49,7 +49,7 @@ def wrong_words(words: Sequence[str], environment: Mapping[str, str] = os.enviro
 
 
 def wrong_models(words: Sequence[str]) -> str | None:
-    """The same of the models: folders are looked into, and the hub must answer if a name is one on it."""
+    """The same for the models: folders are looked into, and the hub must be reachable for a name on it."""
     words = all_words(words)
     described = values(words, "--hf-config-path")
     for flag, revision in (("--model", "--revision"), ("--tokenizer", "--tokenizer-revision")):
@@ -62,7 +62,7 @@ def wrong_models(words: Sequence[str]) -> str | None:
 
 
 def normal(words: Sequence[str]) -> list[str]:
-    """With dashes in flags' names, where vLLM takes underscores too, and with one for the model that comes first."""
+    """With dashes in flags' names, where vLLM takes underscores too, and with a flag for a model that comes first."""
     if words and not words[0].startswith("-"):
         words = ["--model", *words]
     parts = [word.partition("=") if word.startswith("--") else ("", "", word) for word in words]
@@ -148,7 +148,7 @@ def _kvq(given: Any, dtype: str | None) -> str | None:
 
 
 def _refusals(given: Any, codecs: Sequence[str]) -> Iterator[str | None]:
-    """What each format says that has one of these codecs; all formats, if none is named."""
+    """What each format with one of these codecs says; all formats, if no codec is named."""
     for fmt in FORMATS.values():
         if not codecs or {fmt.keys.name, fmt.values.name} & {*codecs}:
             yield _refused(fmt.name, given)
@@ -213,7 +213,7 @@ def _model(words: Sequence[str]) -> str | None:
 
 
 def _beside(words: Sequence[str]) -> list[str]:
-    """Words that are neither flags of one word nor theirs: one may be a model."""
+    """Words that are neither flags that take one word nor the words they take: one may be a model."""
     pairs = itertools.pairwise(["", *words])
     one_word = (*EXAMPLES, CONFIG)
     return [word for before, word in pairs if before not in one_word and word.partition("=")[0] not in one_word]

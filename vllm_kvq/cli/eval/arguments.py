@@ -34,14 +34,14 @@ class WrongUsage(ValueError):
 
 
 def check_model(p: argparse.ArgumentParser, name: str) -> None:
-    """Before anything is loaded."""
+    """Refuses a wrong model before anything is loaded."""
     if name != DEMO and (problem := model_problem(name)):
         p.error(str(problem))
 
 
 def too_short(chosen: Sequence[Choice], tokens: int, readers: int = 0, any_of_them: bool = False) -> str | None:
-    """Why one of the formats would pack nothing of such a text, or all if `any_of_them` will do: known without a model;
-    pages may take more. `readers`: the last tokens, which only read."""
+    """Why one of the formats, or each of them if `any_of_them` will do, would pack nothing of such a text: as far as is
+    known without a model, whose pages may take more. `readers`: the number of last tokens, which only read."""
     least = {}
     for choice in chosen:
         if choice.ours:

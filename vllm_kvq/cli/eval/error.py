@@ -1,7 +1,7 @@
 """Score errors of formats on synthetic data: `vllm-kvq eval error`.
 
-The relative error of q . K when every token is quantized, without windows and sinks, for queries that the
-format has not seen: SQuat's subspace is fitted on the first half of the queries, the error is measured on the
+The relative error of q . K when every token is quantized, without windows or sinks, for queries that the
+format has not seen: SQuat's subspace is fitted on the first half of the queries, and the error is measured on the
 second. Constants are fitted to other tokens of the same heads.
 """
 

@@ -128,7 +128,7 @@ def measured(captured: Captured, chosen: Sequence[Choice]) -> tuple[dict[str, li
 
 
 def captured_text(model: Model, tokens: int, seed: int, calibration: bool = False) -> Captured:
-    """The queries, keys and values of a text, and of those for calibration.
+    """The queries, keys and values of a text, and with `calibration` those of the texts for calibration.
 
     Raises ValueError or Failed, with a sentence.
     """

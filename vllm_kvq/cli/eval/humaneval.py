@@ -178,7 +178,7 @@ def show(benchmark: Benchmark, found: Sequence[Score]) -> None:
 
 
 def answer_table(score: Score) -> console.Table:
-    """Not the answers themselves, which are in the other files."""
+    """Without the answers themselves, which are in the other files."""
     rows = [[str(getattr(answer, name)) for name in SHOWN] for answer in score.answers]
     return console.Table(SHOWN, rows, 3, f"{score.choice.label}, {len(rows)} problems")
 

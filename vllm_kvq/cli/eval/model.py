@@ -156,7 +156,7 @@ def named_baseline(text: str | None, chosen: Sequence[Choice]) -> str | None:
 
 
 def defaults(args: argparse.Namespace) -> dict[str, Any]:
-    """Sets the defaults of arguments that are not given."""
+    """The defaults of arguments that are not given."""
     regimes = args.regimes or ([READING] if args.quick else list(USUAL))
     rest = {"regimes": regimes, **(QUICK if args.quick else FULL)}
     if regimes == [READING]:
@@ -165,7 +165,7 @@ def defaults(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def too_many_tokens(args: argparse.Namespace) -> str | None:
-    """Why no text has an answer of `--tokens`, if so: what a text is continued by is its second half."""
+    """Why no text has an answer of `--tokens` tokens, if so: a text's continuation is its second half."""
     room = min(args.context) - min(args.context) // 2
     if TEXT not in args.tasks or not {DECODING, HITS}.intersection(args.regimes) or args.tokens <= room:
         return None
@@ -268,7 +268,7 @@ def with_baselines(chosen: list[Choice]) -> tuple[Choice, ...]:
 
 
 def top(args: argparse.Namespace, vocabulary: int) -> int | None:
-    """Comparing a full vocabulary takes seconds per thousand tokens, so a quick look does not."""
+    """Comparing a full vocabulary takes seconds per thousand tokens, so a quick look does without it."""
     if args.top is not None:
         return int(args.top) if args.top < vocabulary else None
     return TOP if args.quick or vocabulary > WHOLE_VOCABULARY else None

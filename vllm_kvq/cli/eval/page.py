@@ -15,7 +15,7 @@ from vllm_kvq.eval.results.result import ALL, Hurt, Results, Row
 ABOUT = "Each format's answers next to those with the 16-bit cache, on the same texts."
 NO_PLOTS = "There are no plots: they need matplotlib (pip install 'vllm-kvq[bench]')."
 FRONTIER = "frontier"
-"""How the names of files begin that show quality against bits."""
+"""How the names of files that show quality against bits begin."""
 
 
 def page(

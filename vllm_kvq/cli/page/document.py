@@ -34,7 +34,7 @@ class Page:
     """A sentence on what was measured."""
     command: str
     facts: Sequence[tuple[str, str]]
-    """The model, for example. Versions and the machine come by themselves."""
+    """The model, for example. Versions and the machine are added automatically."""
     sections: Sequence[Section]
 
     def write(self, folder: Path) -> Path:

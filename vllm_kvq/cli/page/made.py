@@ -27,7 +27,7 @@ def command(prog: str, arguments: Sequence[str] | None) -> str:
 
 
 def installed(packages: Sequence[str]) -> str | None:
-    """The version of the first of them that is there."""
+    """The version of the first of these packages that is installed."""
     for package in packages:
         try:
             return version(package)
@@ -37,7 +37,7 @@ def installed(packages: Sequence[str]) -> str | None:
 
 
 def made() -> list[tuple[str, str]]:
-    """What it was, and its version or name."""
+    """What was used, and its version or name."""
     found = [("vllm_kvq", __version__)]
     found += [(name, number) for name, packages in PACKAGES.items() if (number := installed(packages))]
     found.append(("Python", platform.python_version()))

@@ -39,7 +39,7 @@ class Quoting:
 
 
 def table(shown: Table | Quoting) -> Element:
-    """It scrolls by itself where the page is too narrow for it; a reader without a mouse reaches it with Tab."""
+    """It scrolls on its own where the page is too narrow for it; a reader without a mouse reaches it with Tab."""
     of = shown if isinstance(shown, Table) else shown.table
     head = element("tr", {}, *(element("th", _cell(of, i, "col"), *_lines(text)) for i, text in enumerate(of.head)))
     rows = [element("tr", {}, *_cells(shown, of, number)) for number in range(len(of.rows))]

@@ -14,7 +14,7 @@ from vllm_kvq.formats.table import Format
 
 @dataclass(frozen=True)
 class Report:
-    """One head size's: bits and errors, and a sentence for each check that failed; or why it is refused."""
+    """Of one head size: bits and errors, and a sentence for each check that failed; or why it is refused."""
 
     head_size: int
     refused: str | None = None

@@ -1,4 +1,4 @@
-"""A format bound to one head size, with two pages of one request's tokens, of which each check asks something."""
+"""A format bound to one head size, with two pages of one request's tokens, about which each check asks something."""
 
 from __future__ import annotations
 

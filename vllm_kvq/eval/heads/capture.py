@@ -32,7 +32,7 @@ class Layer:
     key: torch.Tensor
     value: torch.Tensor
     scale: float
-    """The soft cap of scores before softmax."""
+    """The factor of scores before softmax."""
 
     @property
     def head_size(self) -> int:
@@ -56,7 +56,7 @@ class Captured:
     """The same for other texts, one after the other, to which formats that can't be served are fitted; None: there are
     none."""
     of_server: OfServer | None = None
-    """Where calibrated formats that can be served have their constants from; None: there are none."""
+    """Where calibrated formats that can be served get their constants from; None: there are none."""
     constants: dict[tuple[int, str, Settings], Constants | None] = field(default_factory=dict, init=False, repr=False)
     """What has been fitted to a calibration's layers, by layer and format: the same for every text that is measured."""
 
@@ -66,7 +66,7 @@ class Captured:
 
     def calibrated(self, page: PageFormat, layer: Layer, options: Mapping[str, Any]) -> PageFormat:
         """With the layer's constants: a server's, or if there can't be one, fitted to the other texts. `options` are
-        those of all layers. Raises ValueError if they are not known."""
+        those of all layers. Raises ValueError if the constants are not known."""
         if not (page.keys.reference_only or page.values.reference_only):
             if self.of_server is None:
                 raise ValueError("the format has constants of a server, and nobody has asked one")
@@ -139,7 +139,7 @@ def _captured(model: str, texts: list[list[int]], dtype: str) -> Captured:
 
 
 def _room(model: Any, tokens: int) -> int:
-    """Memory for their cache, whatever the block size is; vLLM's default on a CPU is nine tenths of the machine."""
+    """Memory for these tokens, whatever the block size is; vLLM's default on a CPU is nine tenths of the machine."""
     heads, layers = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
     return 2 * layers * 2 * heads * model.get_head_size() * model.dtype.itemsize * (tokens + LARGEST_BLOCK)
 

@@ -39,7 +39,7 @@ class Problem:
         return f"{self.preamble}\n{self.written(answer)}\n\n{self.test}\n\ncheck({self.function})\n"
 
     def written(self, answer: str) -> str:
-        """The part of the answer that counts: an answer that does not define the function is taken for its body."""
+        """The part of the answer that counts: an answer that does not define the function is taken as its body."""
         kept = definitions(answer)
         if re.search(rf"^(async )?def {self.function}\b", kept, re.MULTILINE):
             return kept

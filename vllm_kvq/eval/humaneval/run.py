@@ -74,7 +74,7 @@ class Benchmark(Comparison):
 
     @cached_property
     def prompts(self) -> tuple[Prompts, ...]:
-        """The context of each batch."""
+        """The prompts of each batch, with its context."""
         chat = Chat(self.model.tokenizer, self.model.name)
         found = []
         for batch in self.batches:
@@ -111,7 +111,7 @@ class Benchmark(Comparison):
         return Complete(prompts.tokens, self.longest, (FENCE,), prompts.shared)
 
     def rounds(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """The batches that are asked together, as equally many as possible."""
+        """The batches that are asked together, in rounds of sizes as equal as possible."""
         count = len(numbers) if self.behind else -(-len(numbers) // TOGETHER)
         return tuple(tuple(map(int, part)) for part in np.array_split(np.array(numbers), count))
 

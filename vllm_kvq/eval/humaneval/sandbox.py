@@ -2,8 +2,8 @@
 
 The process has its own session, an empty environment, a temporary folder to write to, and limits on processor time,
 memory, files and processes. If Linux allows namespaces (as root, or if unprivileged user namespaces are enabled), it
-has its own process numbers, so whatever it starts dies with it, and no network interface. Otherwise its descendants
-are found and killed. Linux refuses it sockets, other processes' memory and what would stay behind it, and with Landlock
+has no network interface, and its own process numbers, so whatever it starts dies with it. Otherwise its descendants
+are found and killed. Linux refuses it sockets, other processes' memory and what would outlast it, and with Landlock
 it can read only Python and the system's libraries, and write only in its folder (sandbox_walls.py). Root's programs run
 as another user.
 
@@ -52,7 +52,7 @@ class Verdict:
     reason: str
     """`passed`, or one line on why not."""
     isolation: str
-    """How the network was blocked: `namespaces`, or `guard` if it could only make no sockets."""
+    """How the network was blocked: `namespaces`, or `guard` if it merely could not make sockets."""
 
 
 LIMITS = Limits()
@@ -96,7 +96,7 @@ def run(program: str, limits: Limits = LIMITS, namespaces: bool = True) -> Verdi
 
 
 def _remove(folder: str) -> None:
-    """However deep it is and whatever its modes are: Python gives up on a thousand folders in each other."""
+    """However deep it is and whatever its modes are: Python gives up on a thousand nested folders."""
     try:
         shutil.rmtree(folder)
     except (OSError, RecursionError):

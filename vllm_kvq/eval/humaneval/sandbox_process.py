@@ -126,7 +126,7 @@ def _run(task: Task, user: int | None, isolation: str, word: str, pipe: int, lim
 
 
 def _line(error: BaseException) -> str:
-    said = str(error).replace(os.path.dirname(os.__file__) + os.sep, "")  # where Python is says nothing of the program
+    said = str(error).replace(os.path.dirname(os.__file__) + os.sep, "")  # Python's path says nothing of the program
     return " ".join(f"{type(error).__name__}: {said[:LONGEST]}".split()).removesuffix(":")
 
 
@@ -170,14 +170,14 @@ def _walls() -> Any:
 
 
 def _become(user: int) -> None:
-    """Root's own Python may be unreadable for other users; then the new user keeps only the right to read."""
+    """Root's own Python may be unreadable to other users; then the new user keeps only the right to read."""
     folders = [path for path in sys.path if os.path.isdir(path)]
     libc.prctl(KEEP_CAPABILITIES, 1, 0, 0, 0)
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
     _keep_capabilities(0 if all(os.access(path, os.R_OK | os.X_OK) for path in folders) else MAY_READ)
-    # the kernel forgets it where a process changes its user
+    # the kernel forgets it when a process changes its user
     libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
@@ -246,7 +246,7 @@ def _watch(child: int, pipe: int, word: str, task: Task) -> tuple[bool, str]:
     text = said.decode(errors="replace")
     if text == word:
         return True, "passed"
-    shown = "".join(c if c.isprintable() else "?" for c in text[:LONGEST])  # a terminal obeys some others
+    shown = "".join(c if c.isprintable() else "?" for c in text[:LONGEST])  # terminals obey some of these
     return False, shown or "it left before its end"
 
 
@@ -265,7 +265,7 @@ def _is_filled(task: Task) -> bool:
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
         except (FileNotFoundError, NotADirectoryError):
-            continue  # it has been removed meanwhile
+            continue  # it has been removed in the meantime
         except OSError:
             return True
     return False

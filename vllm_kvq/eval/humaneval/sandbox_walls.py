@@ -88,8 +88,8 @@ class Walls:
 
 
 def build(folder: str, as_user: bool, among_others: bool) -> Walls:
-    """For this process and all that it starts; it must have no new privileges. `as_user`: it runs as the user who
-    evaluates, `among_others`: it sees the other processes' numbers."""
+    """For this process and all that it starts; it must already be barred from new privileges. `as_user`: it runs as the
+    user who evaluates; `among_others`: it sees the other processes' numbers."""
     version = _landlock(folder)
     refused = dict.fromkeys(_numbers(CALLS), errno.EPERM)
     refused[_number(CALLS["socket"]) or 0] = errno.ENETUNREACH

@@ -1,9 +1,9 @@
 """Methods that other projects serve, as formats, so the evaluation measures them under the same conditions as ours.
 
-They follow their authors' code in what is stored and how it is rounded, but use this project's pages. Like all formats
-they read tokens that do not fill a pack unit yet in full precision. They don't get this project's default sinks: a peer
-has the sinks that it ships with, or none. Lists for users don't name them. They are served by PyTorch kernels, except
-KIVI with sinks, which is served like KIVI.
+They follow their authors' code in what is stored and how it is rounded, but use this project's pages. Like all formats,
+they read in full precision the tokens that do not yet fill a pack unit. They don't get this project's default sinks: a
+peer has the sinks that it ships with, or none. Lists for users don't name them. They are served by PyTorch kernels,
+except KIVI with sinks, which is served like KIVI.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 s is 1, or one number for each layer's keys and one for its values, from a calibration text: max |x| / 448, as in
 checkpoints that are published with scales for their cache. Nothing is rotated.
 
-`e4m3_rounding` is "nearest", as on GPUs, or "toward_zero", as in vLLM's kernels for CPUs, which cut the lower bits off
+`e4m3_rounding` is "nearest", as on GPUs, or "toward_zero", as in vLLM's kernels for CPUs, which cut off the lower bits
 (evaluation.md): that doubles the error and shrinks all numbers.
 
 Slab (32 tokens; d = 128): 4096 bytes for each half, 8 bits per element
@@ -48,7 +48,7 @@ def toward_zero(x: torch.Tensor) -> torch.Tensor:
 
 
 class FloatCoding(Coding):
-    """Floats with the scale 1."""
+    """Floats with a scale of 1."""
 
     def __init__(self, geometry: Geometry, rounding: str) -> None:
         self.slab_fields = (Field("codes", torch.uint8, key_code_shape(geometry.d, 8)),)

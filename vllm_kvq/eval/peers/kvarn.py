@@ -1,4 +1,4 @@
-"""kvarn_k4v2, kvarn_k4v4: KVarN's presets kvarn_k4v2_g128 and kvarn_k4v4_g128. kvarn_k2v2 is not one of their presets.
+"""kvarn_k4v2, kvarn_k4v4: KVarN's presets kvarn_k4v2_g128 and kvarn_k4v4_g128. kvarn_k2v2 is not one of its presets.
 
 A Hadamard rotation, then one scale per token and one per channel that give all tokens and all channels of a tile equal
 variation (`normalized`). A tile is a page of one head; it has 128 tokens in the authors' code, and also here unless
@@ -10,7 +10,7 @@ variation (`normalized`). A tile is a page of one head; it has 128 tokens in the
     values  scale = (max - min) / (2^b - 1) of a token of Y,     x' = s_c (code s_t scale + s_t min)
 
 The factors next to the code and the term after it are stored as one number each. Codes are chosen before these are
-rounded, as in KVarN's store kernel. The first 128 tokens of a request (`S`) and those that do not fill a tile yet are
+rounded, as in KVarN's store kernel. The first 128 tokens of a request (`S`) and those that do not yet fill a tile are
 exact.
 
 Page (d = N = 128), 4-bit keys, 2-bit values: b + 0.375 bits per element

@@ -1,4 +1,4 @@
-"""nvfp4_block: NVIDIA's block floats. 16 channels of a token share a scale of 8 bits, a page one of 32.
+"""nvfp4_block: NVIDIA's block floats. 16 channels of a token share a scale of 8 bits, and a page one of 32.
 
     s = max |x| / (6 * 448) of the page,   scale = e4m3(max |x| / (6 s)) of 16 channels
     x = sign * level * scale * s,          level in 0, 0.5, 1, 1.5, 2, 3, 4, 6    (e2m1; ties to the even code)
@@ -57,7 +57,7 @@ class FloatCoding(Coding):
         by_block = page[:, None, None, None, None]
         scale = x.abs().amax(-1, keepdim=True) / (LEVELS[-1] * by_block)
         scale = scale.clamp_max(LARGEST_SCALE).to(torch.float8_e4m3fn).float()
-        # a block that is tiny compared with its page has the scale 0, and is read as zeros
+        # a block that is tiny compared with its page has a scale of 0, and is read as zeros
         y = torch.where(scale > 0, x / (scale * by_block), 0)
         codes = torch.bucketize(y.abs(), borders(x.device)) | (y < 0).long() << 3
         return {

@@ -57,7 +57,7 @@ def boundary(unit: int, window: int, position: int) -> int:
 
 
 def runs(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Positions from `begin` to `end` in pieces that read the same pages: windows and units are multiples of these."""
+    """Positions from `begin` to `end` in pieces that read the same pages: their size divides windows and units."""
     while begin < end:
         stop = min(end, (begin // TOGETHER + 1) * TOGETHER)
         yield begin, stop

@@ -37,7 +37,8 @@ class Cache(Protocol):
     """What a format stores, as read by a layer's last tokens."""
 
     def __call__(self, layer: Layer, key: torch.Tensor, value: torch.Tensor) -> Reads:
-        """`layer` is what the exact pass left of the earlier tokens; (tokens, heads, d) are of all tokens, exact."""
+        """`layer` is what the exact pass left of the earlier tokens; `key` and `value` (tokens, heads, d) are exact, of
+        all tokens."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ DIVERGENCES = ("kl", "kl_forced", "kl_median", "kl_p999")
 MOST_NAMES = 8
 """More of them in a pair of axes can't be read."""
 WIDE = 24
-"""Letters of a name in a line."""
+"""Letters of a name per line."""
 ABOUT = "circles: ours, with a line along the best of those named; squares: what other projects serve"
 BITS = "bits per number, everything counted"
 
@@ -31,8 +31,8 @@ def is_peer(row: Row) -> bool:
 
 
 def asked_for(name: str, options: bool = False) -> tuple[int, int]:
-    """The less, the more likely a user chooses it: vLLM's own caches, formats of budgets, the usual ones, all others
-    of ours, those with options, and last what other projects serve."""
+    """The lower, the more likely a user is to choose it: vLLM's own caches, formats of budgets, the usual ones, all
+    others of ours, those with options, and last what other projects serve."""
     if name not in FORMATS:
         return (0, 0)
     if not FORMATS[name].public:
@@ -44,13 +44,13 @@ def asked_for(name: str, options: bool = False) -> tuple[int, int]:
 
 
 def chosen(rows: Sequence[Row], most: int) -> list[Row]:
-    """The rows that get a name, at most that many, in their order."""
+    """The rows that get a name, at most `most`, in their order."""
     first = sorted(range(len(rows)), key=lambda i: asked_for(rows[i].format, bool(rows[i].options)))[:most]
     return [rows[i] for i in sorted(first)]
 
 
 def best(points: Iterable[tuple[float, float]], less_is_better: bool) -> list[tuple[float, float]]:
-    """The (bits, value) pairs that no other pair beats with as few bits and a better value, by bits."""
+    """The (bits, value) pairs that no other pair beats with as few bits and a better value, sorted by bits."""
     sign = 1 if less_is_better else -1
     kept: list[tuple[float, float]] = []
     for bits, value in sorted(points, key=lambda p: (p[0], sign * p[1])):
@@ -62,7 +62,7 @@ def best(points: Iterable[tuple[float, float]], less_is_better: bool) -> list[tu
 def frontier(
     axes: Any, rows: Sequence[Row], metric: str, most: int = MOST_NAMES
 ) -> tuple[list[Name], list[tuple[float, float]]]:
-    """Draws a point for each row, at most that many of them with names, and the line along ours that have one.
+    """Draws a point for each row, at most `most` of them with names, and the line along ours that have one.
 
     Returns the names, for `name_points`, and the points that have none.
     """

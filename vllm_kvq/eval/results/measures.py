@@ -59,7 +59,7 @@ def mean(values: Values, after: Statistic = lambda x: x) -> Estimate:
 
 
 def quantile(values: Values, q: float) -> Estimate:
-    """The smallest number that at least a share q of them does not exceed."""
+    """The smallest number that at least a share q of the values does not exceed."""
     order = np.argsort(values.value, kind="stable")
     ordered, index, weights = values.value[order], values.index[order], values.weights(QUANTILE_DRAWS)
     found = np.empty(len(weights))

@@ -65,7 +65,7 @@ CURVES: tuple[tuple[str, str, Callable[[Row], Mapping[str, Curve]]], ...] = (
 
 
 def _has(row: Row, metric: str, figures: Mapping[str, Any]) -> bool:
-    """And not only the difference of the 16-bit cache from itself, which is 0 by definition."""
+    """Whether there is a figure, and not only the 16-bit cache's difference from itself, which is 0 by definition."""
     return metric in figures and not (row.format == PLAIN and metric in DIVERGENCES)
 
 
@@ -79,7 +79,7 @@ def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[R
 def curve(
     axes: Any, rows: Sequence[Row], metric: str, x_label: str, curves: Callable[[Row], Mapping[str, Curve]]
 ) -> list[Name]:
-    """Draws a curve for each row, and returns the names of their ends."""
+    """Draws a curve for each row, and returns the names for their ends."""
     names = []
     for i, row in enumerate(rows):
         bins = curves(row)[metric]
@@ -155,7 +155,7 @@ def heat_map(path: Path, errors: Mapping[str, Sequence[HeadError]], measure: str
 
 
 def by_context(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]], title: str, label: str) -> Picture:
-    """A line for each format against the tokens of a request; more than can be told apart are grey."""
+    """A line for each format against the tokens of a request; those beyond what can be told apart are grey."""
     figure, axes = pyplot().subplots(figsize=(8, 5), dpi=120, layout="constrained")
     ranked = sorted(curves, key=lambda name: asked_for(name.partition(":")[0], ":" in name))
     named, names = ranked[:MOST_NAMES], []

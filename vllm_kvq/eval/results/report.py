@@ -175,7 +175,7 @@ def cell(name: str, estimate: Estimate | None) -> str:
 
 
 def interval(value: float, low: float, high: float) -> str:
-    """No digits beyond the first one of a quarter of the interval; three without an interval."""
+    """No digits beyond the first significant one of a quarter of the interval; three without an interval."""
     half = (high - low) / 2
     if not (math.isfinite(half) and half > 0):
         return f"{value:.3g}"
@@ -210,7 +210,7 @@ CLAIMED = ("baseline", "texts", "value", "low", "high", "p", "level", "verdict")
 
 
 def write_csv(path: Path, results: Results) -> None:
-    """A row for each row, a column for each metric and for each bound of its interval, and for claims."""
+    """A line for each row, with columns for each metric, for each bound of its interval, and for claims."""
     metrics = [f"{name}{end}" for name in METRICS for end in ("", "_low", "_high")]
     claimed = [f"{metric}_{name}" for metric in ("kl", "right") for name in CLAIMED]
     with path.open("w", encoding="utf-8", newline="") as file:

@@ -5,7 +5,7 @@ of the ratio of their mean KL divergences. Texts are drawn with replacement, and
 how far a mean strays (symmetric bootstrap-t): this gives a p-value and intervals that agree with each other, and keeps
 its level with few texts, for which percentiles of drawn means are too narrow. Right and wrong answers are compared by
 McNemar's exact test. Holm's step-down method adjusts all claims of a table together; the interval of a claim has the
-level that Holm gives it, so it excludes 1 exactly if the claim holds.
+level that Holm gives it, so it excludes 1 exactly when the claim holds.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Paired:
         return float((1 + beyond) / (1 + DRAWS))
 
     def interval(self, level: float) -> tuple[float, float]:
-        """The interval of the ratio; it excludes 1 exactly if p <= level."""
+        """The interval of the ratio; it excludes 1 exactly when p <= level."""
         if self.error == 0:
             return math.exp(self.mean), math.exp(self.mean)
         # the least stray beyond which fewer than level * (1 + DRAWS) - 1 lie

@@ -1,5 +1,5 @@
-"""What all evaluations on an engine have in common: a model, the formats to compare, and what of both names a
-measurement in the cache."""
+"""What all evaluations on an engine have in common: a model, the formats to compare, and the parts of both that
+name a measurement in the cache."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Comparison(ABC):
         }
 
     def arguments(self, choice: Choice, tokens: int, **more: Any) -> EngineArguments:
-        """Those of an engine whose cache has room for twice as many tokens."""
+        """The arguments of an engine whose cache has room for twice as many tokens."""
         return EngineArguments(
             model=str(self.model.folder),
             format=choice.format,

@@ -133,7 +133,7 @@ class Plan(Comparison):
         return regime == DECODING and not item.spans
 
     def batches(self, items: Several[Sequence]) -> list[list[Sequence]]:
-        """The number of texts whose answers an engine generates at once."""
+        """Batches of texts whose answers an engine generates at once."""
         found: list[list[Sequence]] = []
         for item in items:
             if not found or sum(len(self.asked(i)) for i in (*found[-1], item)) > REQUESTS:

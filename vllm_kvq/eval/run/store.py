@@ -39,7 +39,7 @@ DAMAGED = (OSError, ValueError, EOFError, NotImplementedError, RuntimeError, zip
 
 
 def default_folder() -> Path:
-    # for a user without a home not in /tmp, where another user may have made it
+    # for a user without a home: not in /tmp, where another user may have made it
     return (user_folder() or Path(".vllm_kvq")) / "eval"
 
 
@@ -57,7 +57,7 @@ class Store:
         return self.folder / kind / f"{key}.npz"
 
     def get(self, kind: str, key: str) -> Arrays | None:
-        """None if there is none, or a damaged one, which is deleted."""
+        """None if there is no entry, or a damaged one, which is deleted."""
         path = self.path(kind, key)
         try:
             with np.load(path) as found:
@@ -102,7 +102,7 @@ def key(**what: Any) -> str:
 
 @functools.cache
 def sources() -> str:
-    """A hash of all code between keys and values and pages, of the variables that select it, and of vLLM."""
+    """A hash of all code from keys and values to pages and back, of the variables that select it, and of vLLM."""
     digest = hashlib.sha256()
     for part in ("formats", "eval/peers", "kernels", "integration", "csrc", "triton_kernels"):
         for path in sorted((PACKAGE / part).rglob("*")):

@@ -51,7 +51,7 @@ class Task:
     make: Make
 
     def sample(self, rng: random.Random, characters: int) -> Sample:
-        """A text of about this many characters; with at least one question."""
+        """A text of about this many characters, with at least one question."""
         return self.make(rng, characters)
 
 
@@ -66,7 +66,7 @@ class _Writer:
         return len(self.text)
 
     def say(self, more: str) -> int:
-        """The character at which it begins."""
+        """Appends `more`, and returns the character at which it begins."""
         start = len(self.text)
         self.text += more
         return start

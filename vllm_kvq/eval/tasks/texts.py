@@ -56,7 +56,7 @@ class Text:
 
 # -- where documents come from ---------------------------------------------------------------------------------------
 def _package(name: str) -> Path | None:
-    """Its folder, without importing it."""
+    """The package's folder, without importing it."""
     spec = find_spec(name)
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
