@@ -25,7 +25,7 @@ FORMERLY = {
     "--model": "MODEL",
     "--format": FORMATS,
 } | dict.fromkeys(("--csv", "--plot", "--plots", "--folder", "--output"), "--out")
-"""Words that flags had, and the ones that they have instead."""
+"""Former names of flags, and those that they have instead."""
 
 
 def parser(prog: str, about: str, examples: Sequence[str], found: str) -> Parser:
@@ -141,7 +141,7 @@ class Table:
             raise ValueError(f"a row does not have the {len(self.head)} cells of the table's head")
 
     def plain(self) -> str:
-        """Columns two spaces apart. A head may have several lines, as many in each column."""
+        """Columns two spaces apart. A head may have several lines, the same number in each column."""
         heads = list(zip(*(head.split("\n") for head in self.head), strict=True)) if any(self.head) else []
         lines = [*heads, *self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -184,8 +184,8 @@ class Table:
         rich.console.Console(width=max(there, sum(widths) + GAP * (len(widths) - 1))).print(drawn)
 
     def widths(self, most: int) -> list[int]:
-        """Of the columns, in lines of `most` characters: the widest ones are folded at blanks, and no word or number is
-        broken. The first column is not folded unless it is one of two."""
+        """The columns' widths in lines of `most` characters: the widest ones are folded at blanks, and no word or
+        number is broken. The first column is not folded unless it is one of two."""
         columns = [
             [part for cell in cells for part in cell.split("\n")] for cells in zip(self.head, *self.rows, strict=True)
         ]

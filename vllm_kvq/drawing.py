@@ -17,7 +17,7 @@ class Picture:
     path: Path
     title: str
     svg: str
-    """The same without its title, for whoever has headings; what is black there has the text's colour."""
+    """The same without its title, for pages that have headings; what is black there has the text's colour."""
 
 
 def pyplot() -> Any:
@@ -32,7 +32,7 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, path: Path, title: str) -> Picture:
-    """Writes the file, whose ending says its kind, and closes the figure."""
+    """Writes the file, whose suffix says its kind, and closes the figure."""
     above = figure.suptitle(title, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

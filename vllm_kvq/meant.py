@@ -10,7 +10,7 @@ USUAL, SURE = 0.6, 0.75
 
 
 def meant(word: object, known: Iterable[str], alike: float = USUAL) -> str | None:
-    """The known word that is most like this one, whatever the case of its letters; None if no one is."""
+    """The known word that is most like this one, whatever the case of its letters; None if none is."""
     by_letters: dict[str, list[str]] = {}
     for name in known:
         by_letters.setdefault(name.casefold(), []).append(name)

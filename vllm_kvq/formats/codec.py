@@ -82,7 +82,7 @@ class Codec(ABC):
     """The name that users write: `{"keys": "squat"}`."""
 
     title: ClassVar[str]
-    """A few words for tables on what it stores."""
+    """A few words on what it stores, for tables."""
 
     options: ClassVar[tuple[Option, ...]] = ()
     """The options that it reads, in addition to those that every format has."""
@@ -101,7 +101,7 @@ class Codec(ABC):
 
     calibrated: ClassVar[bool] = False
     """Whether it has constants, fitted to a text other than those that it packs (`geometry.constants`). Once bound, it
-    packs the KV heads of one layer: of the units times heads that it gets, heads are the fastest."""
+    packs the KV heads of one layer: of the units times heads that it gets, heads vary fastest."""
 
     tells_decode = False
     """Whether `pack_decoded` differs from `pack`."""
@@ -123,7 +123,7 @@ class Codec(ABC):
     @classmethod
     def fit_moments(cls, moments: Moments, turning: Turning | None = None) -> torch.Tensor:
         """The same from sums over the text, whatever the options are: for calibrated codecs that can be served.
-        `turning`: that of the moments' phases; None: keys are taken to be turned by nothing."""
+        `turning`: that of the moments' phases; None: keys are taken not to be turned."""
         raise TypeError(f"{cls.__name__} is not fitted to sums")
 
     @property
@@ -162,7 +162,7 @@ class KeyCodec(Codec):
     "because it". None: a constant does no harm, for example because channels have their own zero."""
 
     placed: ClassVar[bool] = False
-    """Whether keys are packed less a mean that is known by their position. If so, the caller takes `mean_at` off keys
+    """Whether keys are packed less a mean that is known from their position. If so, the caller takes `mean_at` off keys
     before packing, and `unpack` and `key_features` get the position of a unit's first token as fields["position"]."""
 
     fits_queries = False

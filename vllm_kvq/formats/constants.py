@@ -1,7 +1,7 @@
 """Constants: what a calibrated codec knows about a layer's KV heads before it packs anything.
 
 They are fitted to a text other than those that are packed later (`Codec.calibrated`). What they are fitted to is either
-that text's tensors, `Calibration`, or only sums over its tokens, `Moments`, which a server can make in passing.
+that text's tensors, `Calibration`, or only sums over its tokens, `Moments`, which a server can compute in passing.
 """
 
 from __future__ import annotations

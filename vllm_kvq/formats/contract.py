@@ -1,7 +1,7 @@
-"""What codecs promise (codec.py), as sentences about what one of them does instead.
+"""What codecs promise (codec.py), as sentences about how one of them breaks it.
 
-The built-in codecs' tests ask more. Another package's codec is asked this much before a server loads weights, and by
-`vllm-kvq conformance`.
+The built-in codecs' tests ask for more. This much is asked of another package's codec before a server loads weights,
+and by `vllm-kvq conformance`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEADS, GROUP = 2, 2
 
 
 def broken_promise(page: PageFormat) -> str | None:
-    """The first thing that a codec of another package does otherwise, on a few random tokens."""
+    """The first promise that a codec of another package breaks, on a few random tokens."""
     if not any(map(_foreign, (page.keys, page.values))):
         return None
     try:
@@ -51,7 +51,7 @@ def _wrong_on(page: PageFormat) -> str | None:
 
 
 def wrong_fields(page: PageFormat) -> str | None:
-    """About what is declared."""
+    """What is wrong with the declared fields."""
     halves = (("k", page.keys), ("v", page.values))
     for prefix, codec in halves:
         for field in (*codec.slab_fields, *codec.page_fields):
@@ -90,7 +90,7 @@ def stored(page: PageFormat, fields: Packed) -> Packed:
 
 
 def wrong_unpacked(page: PageFormat, fields: Packed, units: int) -> str | None:
-    """About what `unpack` makes of these fields, which are as stored."""
+    """What is wrong with what `unpack` makes of these fields, which are as stored."""
     shape = (units, page.unit, page.geometry.d)
     for half, codec in (("keys", page.keys), ("values", page.values)):
         x = codec.unpack(fields)
@@ -102,7 +102,7 @@ def wrong_unpacked(page: PageFormat, fields: Packed, units: int) -> str | None:
 
 
 def wrong_features(page: PageFormat, fields: Packed, query: torch.Tensor) -> str | None:
-    """About scores of these queries (KV heads, n, d), which kernels compute from features."""
+    """What is wrong with the scores of these queries (KV heads, n, d), which kernels compute from features."""
     key, g = (by_head(x, len(query)) for x in (page.unpack(fields)[0], page.key_features(fields)))
     f = page.query_features(query)
     if f.shape[-1] != g.shape[-1]:

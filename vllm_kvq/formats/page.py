@@ -1,7 +1,7 @@
 """The record: one vLLM block of N tokens of one KV head, self-contained.
 
-    header   64 bytes   i32 magic, i32 position of the page's first token if what keys are stored as depends on it
-                        (else 0), 8 bytes unused, then one byte per slab: 1 when the slab is packed (N <= 1024)
+    header   64 bytes   i32 magic, i32 position of the page's first token if the stored form of keys depends on
+                        it (else 0), 8 bytes unused, then one byte per slab: 1 when the slab is packed (N <= 1024)
     page fields         what the codecs store once per page (PolarQuant's grids, InnerQ's norm)
     slab 0 .. N/32 - 1  key fields, then value fields of 32 tokens: one contiguous run, which is written at once and
                         which a GPU can copy in bulk
@@ -124,7 +124,7 @@ class PageFormat:
 
     @property
     def placed(self) -> bool:
-        """Whether pages tell the position of their first token, which keys are packed and read by."""
+        """Whether pages hold the position of their first token, by which keys are packed and read."""
         return self.rope is not None or self.keys.placed
 
     @property

@@ -31,8 +31,9 @@ def roundtrip(
 
     key and value are (tokens, heads, head_size), query (tokens, query heads, head_size): the prompt's queries, from
     which SQuat fits its subspace; SQuat's formats need it, others read none. (heads, tokens, head_size), as
-    Transformers and SDPA have it, can't be told from that unless there are more than 256 tokens, and would group other
-    numbers: x.transpose(0, 1) first. For QJL key_hat is the linear reconstruction: q . key_hat is QJL's estimator.
+    Transformers and SDPA have it, can't be told from that unless there are more than 256 tokens, and would group the
+    wrong numbers: x.transpose(0, 1) first. For QJL key_hat is the linear reconstruction: q . key_hat is QJL's
+    estimator.
     `turned` is the RoPE already applied to keys and queries, token t at position t, which formats that store keys
     before RoPE undo; None: no RoPE has been applied.
     `calibration` is another text's queries, keys and values, to which calibrated formats fit their constants.

@@ -4,8 +4,8 @@ A format is declared at the end of its method's file. The table finds it through
 through those below, third parties' formats through those that their packages declare in the group `vllm_kvq.formats`
 (value: a `Format`, or a tuple of them). The methods of other projects (`vllm_kvq.eval.peers`) are built in, but they
 belong to the evaluation, so the table names them in a string, as a third party would, and imports nothing from there.
-Third parties' packages are imported once a name is looked up that is not built in, or all names are requested. A format
-that can't be used is reported in a warning, and in the error when its name is used.
+Third parties' packages are imported only once a name that is not built in is looked up, or all names are requested. A
+format that can't be used is reported in a warning, and in the error when its name is used.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Format:
         keys = key_codecs()[_chosen_codec("keys", chosen)] if "keys" in chosen else self.keys
         values = value_codecs()[_chosen_codec("values", chosen)] if "values" in chosen else self.values
         check_names(self.name, keys, values, chosen, readers)
-        # a default carries over to another codec if that declares the same option
+        # a default carries over to another codec if that codec declares the same option
         own, shared = {option.name: option for option in self._own}, {*keys.options, *values.options}
         defaults = {name: x for name, x in self.defaults.items() if name not in own or own[name] in shared}
         return Settings.of(keys, values, {**defaults, **chosen})

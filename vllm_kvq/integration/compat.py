@@ -125,7 +125,7 @@ def names_problem(needed: Names = NEEDED) -> Problem | None:
 
 
 def plugin_problem() -> Problem | None:
-    """Why no server could be served with this vLLM, whatever its configuration is."""
+    """Why no server could run with this vLLM, whatever its configuration is."""
     return version_problem() or names_problem() or registry.registration_problem()
 
 
@@ -135,7 +135,7 @@ def server_problem(vllm_config: VllmConfig) -> Problem | None:
 
 
 def worker_problem(vllm_config: VllmConfig) -> Problem | None:
-    """The rest, which takes modules that only workers import."""
+    """The rest, which needs modules that only workers import."""
     platforms = {"cpu": NEEDED_ON_CPUS, "cuda": NEEDED_ON_GPUS}
     needed = platforms.get(vllm_config.device_config.device_type, {})
     return names_problem(needed) or registry.problem(vllm_config, Moment.LOADED, Moment.BUILT)

@@ -14,7 +14,7 @@ class AMXError(RuntimeError):
 @functools.cache
 def prepare() -> None:
     """Must have been called before any of vLLM's attention operators is."""
-    # Linux has a process ask before its first AMX instruction, which otherwise is SIGILL
+    # Linux has a process ask before its first AMX instruction, which otherwise raises SIGILL
     if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
         raise AMXError("Linux refuses this process AMX, with which vLLM's CPU attention computes on this processor")
     # its wheel holds one library per processor, and a second one can't be loaded

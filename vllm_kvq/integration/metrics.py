@@ -63,7 +63,7 @@ CLAMPED = Metric(
 METRICS = (PACKED, FULL_PRECISION, SIDECAR_BYTES, BITS, CAPACITY, INFO, CLAMPED)
 
 AT_START = 1.0
-"""The stamp of what is set at start: earlier than that of any count, also after the clock was set back."""
+"""The stamp of what is set at start: earlier than that of any count, even after the clock was set back."""
 FILE_BYTES = 1 << 16
 """As prometheus_client's own; ours have about 2 KB in them."""
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvq")
 
 BACKEND = "vllm_kvq.integration.worker.backend.KVQBackend"
-# vLLM wants paths; and the module of this one imports vLLM's CPU attention, which is not there on other platforms.
+# vLLM wants paths; and this one's module imports vLLM's CPU attention, which is not there on other platforms.
 KEPT_LAYER = "vllm_kvq.integration.worker.side_by_side.SideBySideBackend"
 
 
@@ -93,7 +93,7 @@ def backend_of(asked: AttentionSelectorConfig) -> str | None:
 
 
 def check_other_layer(cache: CacheConfig, asked: AttentionSelectorConfig) -> None:
-    """A layer that vLLM gave another dtype than ours, which it may do only with layers that are not packed."""
+    """A layer to which vLLM gave a dtype other than ours, which it may do only with layers that are not packed."""
     window = WINDOWS in cache.kv_cache_dtype_skip_layers and asked.has_sliding_window
     if not window and not any(layer.isdigit() for layer in cache.kv_cache_dtype_skip_layers):
         raise Refused(

@@ -2,7 +2,7 @@
 
 step.py      the contract: what a step takes and does          slots.py    the layout of sidecars and sink pages
 paths.py     which of the implementations serves a layer       build.py    compiles csrc/cpu
-folders.py   where files are kept that can be made again
+folders.py   where files that can be made again are kept
 torch/       planned on the host, in PyTorch                   cpu/        C++
 gpu/         Triton and CUDA
 """

@@ -43,7 +43,7 @@ FLAGS = [
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-Wall",
-    "-Wno-uninitialized",  # g++ 12 says it a thousand times of its own intrinsics
+    "-Wno-uninitialized",  # g++ 12 says it a thousand times about its own intrinsics
     "-Wno-maybe-uninitialized",
 ]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
@@ -73,7 +73,7 @@ PREBUILT = Path(__file__).resolve().parents[1] / "_prebuilt"
 """Where a wheel carries its library. A checkout has no such folder."""
 
 BUILT = Path(__file__).resolve().parents[1] / "_build"
-"""The package's own folder for what is compiled here. Others than its owner only read it."""
+"""The package's own folder for what is compiled here. Anyone but its owner only reads it."""
 
 
 _OWN = f"set {CACHE} to a folder that belongs to this user and that only this user can write to"
@@ -122,7 +122,7 @@ def extra_flags() -> list[str]:
 
 
 def sources(directory: Path) -> list[Path]:
-    """In the order in which they are compiled: none of the longest, in library/, is left as the last."""
+    """In the order in which they are compiled: none of the longest, in library/, is left until last."""
     return sorted(directory.rglob("*.cpp"), reverse=True)
 
 
@@ -220,7 +220,7 @@ def advised(error: Exception) -> BuildError:
 
 
 def run(command: list[str]) -> None:
-    """A compiler, which says in English what is wrong."""
+    """Runs a compiler, which says in English what is wrong."""
     english = {**os.environ, "LC_ALL": "C"}
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=english)
     if done.returncode:

@@ -1,6 +1,6 @@
 """A compiled library as a file: it appears only when it is complete, and a damaged or an untrusted one is not loaded.
 
-The loader maps a truncated library without a look at its length, and the process dies of SIGBUS at the first access.
+The loader maps a truncated library without looking at its length, and the process dies of SIGBUS at the first access.
 A changed byte would be worse: the kernels would compute something else. So what is compiled here ends with a hash of
 all that comes before; linkers and loaders ignore it. A wheel's library has none, because patchelf rewrites it.
 """
@@ -30,7 +30,7 @@ SEAL_BYTES = len(SEAL) + hashlib.sha256().digest_size
 
 def why_not(path: Path, shipped: bool = False) -> str | None:
     """Why an existing file is not loaded, to be put after its name; None: it is as it was compiled, for this processor,
-    and nobody else can have changed it. `shipped`: it is a part of the installed package, which is trusted."""
+    and nobody else could have changed it. `shipped`: it is a part of the installed package, which is trusted."""
     try:
         data = path.read_bytes()
         if not shipped and (who := trust.writers(path)) is not None:
@@ -70,8 +70,8 @@ def unsealed(data: bytes) -> bytes:
 
 
 def publish(made: Path, target: Path) -> None:
-    """Moves a complete file into its place, from which no crash can make half of it. Only libraries, which are loaded,
-    get a hash; PTX is text."""
+    """Moves a complete file into its place, so that no crash can leave half of it there. Only libraries, which are
+    loaded, get a hash; PTX is text."""
     seal = SEAL + hashlib.sha256(made.read_bytes()).digest() if target.suffix == LIBRARY else b""
     with made.open("ab") as file:
         file.write(seal)

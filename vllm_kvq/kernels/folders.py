@@ -1,4 +1,4 @@
-"""Where files are kept that can be made again: the folder that the user names, and the user's cache.
+"""Where files that can be made again are kept: the folder that the user names, and the user's cache.
 
 Compiled libraries and fitted constants are kept in the named folder if there is one. Measurements never are: they are
 kept in the user's cache, or where `--cache` says.

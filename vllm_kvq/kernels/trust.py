@@ -1,4 +1,4 @@
-"""Who else can have written a compiled library: its code runs with the rights of whoever starts the server.
+"""Who else could have written a compiled library: its code runs with the rights of whoever starts the server.
 
 Trusted are root, the user that this process runs as, and the owner of the installed package, who could change its
 sources as well. A file and its folder must belong to one of them, and nobody else may write to them: not others, and

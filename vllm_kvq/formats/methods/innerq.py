@@ -2,8 +2,8 @@
 
 Keys: per token over 32 channels, after k / norm with norm_i = sqrt(max_t |K_ti|) of the prompt's keys (the norm is
 folded into q once per page). Values: per channel over 32 tokens. Each group takes the mode with the smaller error
-(`quant_mode: hybrid`; with `hybrid_prefill` only groups that prompts complete, the others are symmetric), or all groups
-have the same mode (`symmetric`, `asymmetric`):
+(`quant_mode: hybrid`; with `hybrid_prefill` only groups that prompts complete do, and the others are symmetric), or all
+groups have the same mode (`symmetric`, `asymmetric`):
 
     asymmetric   x = zero + code scale,   zero = min, scale = (max - min) / (2^b - 1)
     symmetric    x = v scale,             |v| <= 2^b - 1, scale = max |x| / (2^b - 1)     (one more bit: the sign)

@@ -83,7 +83,7 @@ class ChannelKeys(KeyCodec):
 class TokenScaled(ChannelKeys):
     """`token_scale: balanced`: tokens of unequal size share a channel's range, so each is divided by its size first.
 
-    This is not done if it increases the slab's squared error: a channel with a large mean varies more after it.
+    This is not done if it increases the slab's squared error: a channel with a large mean varies more once divided.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Keys by transform coding: SQuat's thought carried through, not to a few directions of the queries but to all.
+"""Keys by transform coding: SQuat's idea carried through, for all directions of the queries and not just a few.
 
 The Karhunen-Loeve transform, of keys as queries see them. A calibration text gives for each KV head the mean mu of its
 keys, which RoPE turns from slab to slab (parts/turning.py), their covariance C_K about it, and the second moment C_Q of
@@ -12,7 +12,7 @@ the queries that read them:
     q . k' = q . mu + a sum_c (s T^-T q)_c level(code_c)
 
 So a kernel transforms a query once per step, and reads codes and one number per token. A channel has 0, 2, 4 or 6 bits:
-0 to 3 digits of base 4, code = sum_j 4^j digit_j. Each digit is a code of 2 bits in a slot of its own, and the query's
+0 to 3 digits in base 4, code = sum_j 4^j digit_j. Each digit is a code of 2 bits in a slot of its own, and the query's
 number for the slot is the channel's times 4^j. To a kernel all heads thus have the same number of slots of 2 bits,
 whatever their allocation. Slots with the highest digits come first in the order in which kernels read them, because
 queries in fixed point have one unit for each j.
@@ -74,7 +74,7 @@ BITS = Option("searched_bits", "bits per value code with one searched scale per 
 
 # -- what is fitted to a calibration text ----------------------------------------------------------------------------
 def allocated(variance: Sequence[float], slots: int) -> list[int]:
-    """Digits by channel: each slot in turn goes where it takes away most of the error."""
+    """Digits by channel: each slot in turn goes where it takes away the most error."""
     digits = [0] * len(variance)
 
     def gain(c: int) -> tuple[float, int]:
@@ -164,8 +164,8 @@ class Transform:
 
 
 def _placed(digits: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(H, d) digits of each channel -> (H, slots): each slot's channel and digit, the highest digits first, as kernels
-    read them: word by word, of which each has four slots of each plane."""
+    """(H, d) digits of each channel -> (H, slots): each slot's channel and digit, the highest digits first, in the
+    order in which kernels read them: word by word, each with four slots of each plane."""
     channel = torch.stack([torch.repeat_interleave(of_head) for of_head in digits])
     digit = torch.arange(slots) - (digits.cumsum(-1) - digits).gather(-1, channel)
     order = digit.argsort(dim=-1, descending=True, stable=True)

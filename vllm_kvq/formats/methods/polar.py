@@ -22,7 +22,7 @@ Slab (32 tokens; d = 128): m4n4 2048 bytes, m4n2 1536 bytes
     m = 4, n = 2:  k_angle  u8 [d / 16 quads][32][4]   plane-quad over pairs, each with its own planes, so that
                    k_radius u8 [d / 32 quads][32][4]   6 bits per pair really take 6 bits
     m = 3:  k_angle  u8 [d / 32 quads][32][4]          the low two bits of the angles, and the third as one more plane,
-            k_angle_high u8 [d / 64 quads][32][4]      whole words of it: only d = 96 pays for rounding d / 64 up
+            k_angle_high u8 [d / 64 quads][32][4]      in whole words: only d = 96 pays for rounding d / 64 up
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ the request's state, and a kernel that meets another set must prepare its query 
 a slab takes the n largest of its own 32 tokens:
 
     a prompt of fewer than 32 tokens    all slabs; chunks of a prompt count together
-    a prefix hit                        decides by the tokens it computes itself, by default at least W;
+    a request with a prefix hit         decides by the tokens it computes itself, by default at least W;
                                         the pages it found keep what they name
     `outlier_choice`: "slab"            always
 

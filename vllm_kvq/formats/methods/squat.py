@@ -28,7 +28,7 @@ A slab (32 tokens) of boosted keys is packed in this order:
 
     1. span of every channel over the 32 tokens of k; the widest are boosted, the first of equals, as in Kitty. These
        are keys before any correction, and the choice is final: the remaining range of a channel plays no role.
-    2. for each block t of g channels, of which the last may be smaller:
+    2. for each block t of g channels (the last block may be smaller):
          x_t           = clamp(k_t - U_t^T M_{t-1} z, +-32768)                    block 1: k_1
          scale, zero   of each channel of x_t over the 32 tokens, for 4 bits if boosted, else 2; of the range or fitted
          code          = round((x_t - zero) / scale), 0 .. 15 if boosted, else 0 .. 3

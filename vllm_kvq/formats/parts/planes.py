@@ -72,7 +72,7 @@ def unpack_values(data: torch.Tensor, bits: int) -> torch.Tensor:
 def pack_sign_words(bits: torch.Tensor) -> torch.Tensor:
     """(..., 32) booleans -> (...,) int32; element e becomes bit 8 * (e % 4) + e // 4.
 
-    With that order `(word >> quad) & 0x01010101` is the byte mask of quad's 4 elements, ready to be or-ed into the
+    With that order `(word >> quad) & 0x01010101` is the byte mask of that quad's 4 elements, ready to be or-ed into the
     plane-quad bytes as their next higher bit.
     """
     e = torch.arange(32, device=bits.device)

@@ -49,7 +49,7 @@ FIT_FROM = {2: 0.8, 4: 1.0}
 
 
 def fitted_parameters(x: torch.Tensor, dim: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scale, zero) over `dim`, kept with size 1, with less squared error than those of the range, or else those.
+    """(scale, zero) over `dim`, kept with size 1, with less squared error than those of the range, or else the latter.
 
     Two steps alternate: codes for scale and zero, and least-squares scale and zero for these codes:
 

@@ -5,7 +5,7 @@ A pair of channels (a, b) of a token is turned, with the cosine c and the sine s
     a' = c a - s b        a = (c a' + s b') / (c^2 + s^2)
     b' = s a + c b        b = (c b' - s a') / (c^2 + s^2)
 
-The table of c and s is the model's own, so exactly what the model did is undone: it is rounded to the model's
+The table of c and s is the model's own, so exactly what the model did is undone: the table is rounded to the model's
 dtype, and some models scale it (YaRN), so c^2 + s^2 is not 1.
 """
 

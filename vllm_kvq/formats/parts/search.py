@@ -35,7 +35,7 @@ def searched(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(..., tokens, d) -> codes as float32, and the scales (..., tokens, 1) as float16 stores them.
 
-    step, most and weight are of the d channels, and broadcast; channels with most 0 are not stored.
+    step, most and weight are those of the d channels, and broadcast; channels whose most is 0 are not stored.
     """
     stored = (most > 0).float()
     rms = ((y.square() * stored).sum(-1, keepdim=True) / stored.sum(-1, keepdim=True)).sqrt()

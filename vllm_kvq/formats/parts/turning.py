@@ -8,7 +8,7 @@ position t, which no single mean takes off. Here every slab has a mean of its ow
 
 theta: by how much a token turns each pair of channels; 0 for channels without RoPE, whose mean is the same everywhere.
 `b` is fitted at the middles of slabs, too, so a pair that turns far within a slab has a small one: what is held for 32
-tokens is then all that can be.
+tokens is then all that can be held.
 
 Kernels read e(n) from two tables, by the angle sum formulas. n counts modulo FINE * COARSE: beyond a million tokens
 means repeat, for those who pack and for those who read alike.
@@ -33,7 +33,7 @@ NEAR = 0.05
 
 @dataclass(frozen=True, eq=False)
 class Turning:
-    """Of the d channels of a head, in d / 2 pairs."""
+    """How RoPE turns the d channels of a head, in d / 2 pairs."""
 
     theta: torch.Tensor
     """(d / 2,) float64"""
@@ -48,7 +48,7 @@ class Turning:
 
     @classmethod
     def of(cls, rope: Rope | None, d: int) -> Turning:
-        """As `rope` turns keys; not at all if it is None, or more than one angle per token and pair."""
+        """As `rope` turns keys; not at all if it is None, or is more than one angle per token and pair."""
         theta = None if rope is None else _theta(rope)
         if rope is None or theta is None:
             return cls.none(d)
@@ -64,7 +64,7 @@ class Turning:
         return cls(theta[: len(first)].double(), first, second)
 
     def rows(self, d: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(d,) each, for heads with more channels, which nothing turns: theta, then zeros; first, then second."""
+        """(d,) each, for heads with additional channels that nothing turns: theta, then zeros; first, then second."""
         short = d // 2 - len(self.theta)
         more = torch.arange(2 * len(self.theta), d).view(-1, 2).mT
         pairs = torch.cat([torch.stack([self.first, self.second]), more], 1)

@@ -11,7 +11,7 @@ standard deviation of the errors of scores before softmax, next to the norm of t
 
 An error of 1 changes a token's weight by a factor of e. With the five layers of the 0.5B that exceed LARGE in 16 bits,
 the KL of the model's predictions (96 tokens of one text, S = 4, W = 32) falls from 1.9 to .009 with int4_token, from
-.43 to .039 with innerq2 and from 1.4 to .23 with qjl3; with two layers more (.3 and .51) int4_token has .008. The same
+.43 to .039 with innerq2 and from 1.4 to .23 with qjl3; with two more layers (.3 and .51) int4_token has .008. The same
 through vLLM:
 
     vllm-kvq eval MODEL --formats innerq2,innerq2:skip_layers=[0,1,2,4,8]
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 LARGE = 0.6
 """A bias is large from here on: its norm divided by the head size."""
 FEW = 1 / 4
-"""The part of the layers up to which keeping them in 16 bits is a way out."""
+"""The largest part of the layers for which keeping them in 16 bits is a way out."""
 
 
 def hints(served: Served, vllm_config: VllmConfig) -> list[str]:
@@ -44,7 +44,7 @@ def hints(served: Served, vllm_config: VllmConfig) -> list[str]:
 
 
 def large(biases: Mapping[int, float], head_size: int) -> set[int]:
-    """The layers whose biases are. `biases`: layer -> the largest norm of a head's, as in key_biases.py."""
+    """The layers whose biases are large. `biases`: layer -> the largest norm of a head's, as in key_biases.py."""
     return {layer for layer, norm in biases.items() if norm > LARGE * head_size}
 
 
@@ -69,7 +69,7 @@ def _way_out(served: Served, hurt: set[int]) -> str:
 
 
 def _unhurt(keys: type[KeyCodec]) -> bool:
-    """Whether every model can have them: its biases do no harm, and nothing is fitted to it."""
+    """Whether any model can have such keys: its biases do no harm, and nothing is fitted to it."""
     return keys.hurt_by_biases is None and not keys.calibrated
 
 

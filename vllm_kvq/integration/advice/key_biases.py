@@ -25,7 +25,7 @@ FUSED = ("qkv_proj", "c_attn")
 """Projections that make queries, keys and values, in this order."""
 NORMS = ("k_norm", "k_layernorm", "key_layernorm")
 OTHER_TOWERS = re.compile(r"vision|visual|image|audio|speech|encoder")
-"""Parts of a model whose layers have no KV cache of a decoder."""
+"""Parts of a model whose layers have no decoder KV cache."""
 
 BIASED = re.compile(r"^qwen2(_|$)")
 """Types of models that have large key biases in all sizes that were looked at."""
@@ -63,7 +63,7 @@ def _biases(folder: Path, layers: int) -> Iterator[tuple[int, str, Any]]:
         return
     biased = [(name, m) for name, m in parts if m["kind"] == "bias" and m["module"] in (*OWN, *FUSED)]
     towers = Counter(m["tower"] for _, m in biased)
-    decoder = max(towers, key=lambda tower: towers[tower], default="")  # next to it, a layer that drafts
+    decoder = max(towers, key=lambda tower: towers[tower], default="")  # a layer that drafts may stand next to it
     biased = [(name, m) for name, m in biased if m["tower"] == decoder]
     for file in sorted({places[name] for name, _ in biased}):
         with safe_open(file, "pt") as tensors:
@@ -95,7 +95,7 @@ def _names(folder: Path) -> dict[Path, list[str]]:
 def of_model(vllm_config: VllmConfig) -> Mapping[int, float]:
     """`key_biases` of the model that is served; empty when its weights are not here, or not those of its files.
 
-    Files that can't be read as weights must never stop a server that would start without.
+    Files that can't be read as weights must never stop a server that would start without them.
     """
     from safetensors import SafetensorError
 
@@ -106,7 +106,7 @@ def of_model(vllm_config: VllmConfig) -> Mapping[int, float]:
     try:
         heads, size = model.get_total_num_kv_heads(), model.get_head_size()
         return key_biases(folder, model.get_total_num_hidden_layers(), heads, size)
-    except (SafetensorError, OSError, ValueError):  # damaged files, which vLLM names better than we could
+    except (SafetensorError, OSError, ValueError):  # damaged files, which vLLM reports better than we could
         return {}
 
 

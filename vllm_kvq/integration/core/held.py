@@ -1,8 +1,8 @@
 """What the cache holds for the requests that run, counted in the engine core, where vLLM's scheduler hands out blocks.
 
 It counts once a second, or less often where counting takes longer, and when the first request comes or the last one is
-finished: a step costs nothing worth naming. Blocks that only the prefix cache still knows, free for whoever needs them,
-are not counted, as in vLLM's own `kv_cache_usage_perc`.
+finished: a step costs nothing worth mentioning. Blocks that only the prefix cache still knows, free for whoever needs
+them, are not counted, as in vLLM's own `kv_cache_usage_perc`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Held:
     sidecar_bytes: int
     """With sink pages."""
     bits: float
-    """Per number: bytes of all blocks in use, by the tokens in them, each counted once."""
+    """Per cached number: the bits of all blocks in use, divided by the numbers in them; each token counts once."""
 
 
 class Census:
@@ -53,7 +53,7 @@ class Census:
         now = time.monotonic()
         if scheduler.running and now < self.next:
             return
-        began = time.thread_time()  # not the clock: a busy machine may interrupt this for long
+        began = time.thread_time()  # not the clock: a busy machine may interrupt this for a long time
         held = self.count([request.num_computed_tokens for request in scheduler.running])
         self.series.set_together(
             {
@@ -68,7 +68,7 @@ class Census:
         self.next = now + max(SECONDS, took / LARGEST_SHARE) if scheduler.running else now
 
     def count(self, lengths: list[int]) -> Held:
-        """What requests hold that have this many tokens in the cache."""
+        """What requests with this many tokens in the cache hold."""
         spec = self.sidecars.kv_cache_spec
         packed, tokens = sum(map(spec.packed_tokens, lengths)), sum(lengths)
         pages, shared = _distinct(self.pages.req_to_blocks.values())
@@ -92,7 +92,7 @@ _censuses: WeakKeyDictionary[Scheduler, Census | None] = WeakKeyDictionary()
 
 
 def take_census(scheduler: Scheduler) -> None:
-    """After a step of vLLM's scheduler; nothing for one without a low-bit cache."""
+    """After a step of vLLM's scheduler; does nothing for one without a low-bit cache."""
     if scheduler not in _censuses:
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
         ours = any(isinstance(manager, SidecarManager) for manager in managers)

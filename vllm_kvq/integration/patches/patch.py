@@ -61,7 +61,7 @@ class Hooks:
     behind_hit: Callable[[bool], None]
     """Told whether a KV connector asks about tokens after a hit."""
     environment_problem: Callable[[], Problem | None]
-    """What no server could make of the environment, before its arguments are read."""
+    """Why no server could start in this environment, before its arguments are read."""
 
 
 @dataclass(frozen=True)

@@ -80,12 +80,12 @@ def install(moment: Moment, vllm_config: VllmConfig) -> None:
 
 
 def registration_problem() -> Problem | None:
-    """Why no server could be served: the first name that is missing."""
+    """Why no server could run: the first name that is missing."""
     everybodys = (patch for patch in at(Moment.REGISTERED) if patch.only is None)
     return next(filter(None, (patch.problem() for patch in everybodys)), None)
 
 
 def problem(vllm_config: VllmConfig, *moments: Moment) -> Problem | None:
-    """Why this server can't be served: the same of what it needs at these moments."""
+    """Why this server can't run: the same for what it needs at these moments."""
     needed = (patch for patch in at(*moments) if patch.wanted(vllm_config))
     return next(filter(None, (patch.problem() for patch in needed)), None)

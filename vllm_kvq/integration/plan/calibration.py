@@ -50,7 +50,7 @@ class Source:
     """Where a server's constants come from: a file, or its own start."""
 
     path: Path | None
-    """None: no file tells the model's weights, or the user has no home; then every start fits the constants."""
+    """None: no file identifies the model's weights, or the user has no home; then every start fits the constants."""
     belongs: Mapping[str, str]
     """The metadata that the file must have."""
     found: str | None
@@ -63,7 +63,8 @@ class Source:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, options: Options, layers: Sequence[int]) -> Source | None:
-        """For these packed layers; None if nothing is calibrated. ValueError, with a sentence, for a file of others."""
+        """For these packed layers; None if nothing is calibrated. ValueError, with a sentence, for a file that belongs
+        to others."""
         codecs = calibrated_codecs(options)
         if not codecs:
             return None
@@ -81,7 +82,7 @@ class Source:
 
 
 def fitting_problem(vllm_config: VllmConfig, source: Source) -> Problem | None:
-    """Why this server can't fit constants when it starts, or none that serve."""
+    """Why this server can't fit constants when it starts, or none that it could use."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if model.is_hybrid:
         return Problem("constants are not fitted to hybrid models", "use --kv-cache-dtype kitty2")
@@ -154,7 +155,7 @@ def _metadata(path: Path) -> Mapping[str, str]:
 
 
 def _content(path: Path, tensors: bool = True) -> tuple[Mapping[str, str], dict[str, torch.Tensor]]:
-    """Metadata and, if they are wanted, tensors, all of one file: another server may put a new one in its place."""
+    """Metadata and, if they are wanted, tensors, all from one file: another server may put a new one in its place."""
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import load
 

@@ -1,4 +1,4 @@
-"""KV connectors, which keep blocks elsewhere: which one goes with packed pages, and what it needs of us.
+"""KV connectors, which keep blocks elsewhere: which one works with packed pages, and what it needs from us.
 
 vLLM's SimpleCPUOffloadConnector copies whole blocks, whatever is in them, and finds them again with the managers of
 our own specs. It stores what prefix caching shares: packed pages, sinks, the pages of layers in 16 bits and states;
@@ -51,7 +51,7 @@ REFUSED = {
 
 
 def connector_problem(vllm_config: VllmConfig) -> Problem | None:
-    """A connector that does not go with a packed cache."""
+    """A connector that does not work with a packed cache."""
     from vllm.platforms import current_platform
 
     cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
@@ -70,7 +70,7 @@ def connector_problem(vllm_config: VllmConfig) -> Problem | None:
 
 
 def _refused(name: Any, module: Any, extra: Mapping[str, Any]) -> str | None:
-    """What is refused of a connector, or of the first of several that is."""
+    """What is refused about a connector, or about the first of several that is refused."""
     if module:
         return f"the KV connector {name} of {module}, which has not been tried"
     if name == SEVERAL:
@@ -91,7 +91,7 @@ def _refused(name: Any, module: Any, extra: Mapping[str, Any]) -> str | None:
 
 def choose_connector(vllm_config: VllmConfig) -> None:
     """Have the known connector serve --kv-offloading-size. vLLM's own choice for it, OffloadingConnector, crashes where
-    it meets other kinds of layers than vLLM's, as sinks and sidecars are."""
+    it meets kinds of layers other than vLLM's, as sinks and sidecars are."""
     from vllm.config import KVTransferConfig
 
     cache = vllm_config.cache_config

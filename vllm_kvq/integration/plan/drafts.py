@@ -54,7 +54,7 @@ def _layers(spec: SpeculativeConfig) -> int:
 
 
 def draft_problem(vllm_config: VllmConfig) -> Problem | None:
-    """A way of drafting that does not go with a packed cache."""
+    """A way of drafting that does not work with a packed cache."""
     from vllm.platforms import current_platform
 
     spec = vllm_config.speculative_config

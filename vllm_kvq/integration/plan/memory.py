@@ -102,7 +102,7 @@ def memory_problem(vllm_config: VllmConfig) -> Problem | None:
 
 @functools.cache
 def _problem(explicit: int | None, share: float, weights: int) -> Problem | None:
-    """Asked once: later on memory may be missing that our own cache takes."""
+    """Asked once: later, memory that our own cache takes may be missing."""
     return Machine.here().problem(explicit, share, weights)
 
 
@@ -126,7 +126,7 @@ def cache_memory(vllm_config: VllmConfig) -> CacheMemory:
     explicit, share = vllm_config.cache_config.kv_cache_memory_bytes, vllm_config.cache_config.gpu_memory_utilization
     weights = loaded_bytes(vllm_config.model_config) // vllm_config.parallel_config.world_size
     if current_platform.is_cpu():
-        total = Machine.here().total  # that it is free, memory_problem has asked
+        total = Machine.here().total  # memory_problem has asked whether it is free
     else:
         total = current_platform.get_device_total_memory()
     if explicit is not None:

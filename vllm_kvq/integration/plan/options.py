@@ -38,7 +38,7 @@ class Options:
 
     @classmethod
     def checked(cls, name: str, given: Any) -> Options:
-        """The same of a format's name and of what is under "kvq"."""
+        """The same, from a format's name and what is under "kvq"."""
         if not isinstance(given, Mapping):
             raise ValueError(f"additional config 'kvq' is {given!r}; it must be an object of options")
         fmt, given = get_format(name), dict(given)
@@ -69,7 +69,7 @@ class Options:
         return json.dumps(options_at(self.given, layer), sort_keys=True)
 
     def bind(self, geometry: Geometry) -> PageFormat:
-        """The format for such heads. The same object for the same answer, so that layers can share work."""
+        """The format for such heads. The same object for equal options and heads, so that layers can share work."""
         return _bind(self.name, self.written(geometry.layer), geometry)
 
 

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 CPU_BLOCK = 128
 LEAST_WINDOW_BLOCK = 16
-"""Tokens of a page that vLLM's attention kernels read; those for CPUs: twice as many."""
+"""The fewest tokens of a page that vLLM's attention kernels read; those for CPUs need twice as many."""
 HARDLY_MORE = 1.05
-"""How much more memory than the least pages of more tokens may take in layers with a window."""
+"""In layers with a window, pages of more tokens may take this many times the least memory that any take."""
 
 _counting: ContextVar[bool] = ContextVar("counting", default=False)
 _made: dict[int, tuple[object, Served]] = {}
@@ -73,7 +73,7 @@ def plan(vllm_config: VllmConfig, options: Options | None = None, layers: Layers
 
 
 def _basis(vllm_config: VllmConfig) -> object:
-    """What may differ from one call to the next, and decides."""
+    """What may differ from one call to the next, and decides the plan."""
     from vllm.platforms import current_platform
 
     chosen = {name: value for name, value in os.environ.items() if name.startswith("VLLM_KVQ_")}
@@ -133,7 +133,7 @@ def _fingerprint(
 
 
 def with_calibration(vllm_config: VllmConfig, served: Served, digest: str) -> Served:
-    """The same, once its constants are known: as the next start with these finds it."""
+    """The same, once its constants are known: as the next start with these would make it."""
     if served.calibration is None:
         return served
     found = replace(served.calibration, found=digest)
@@ -176,7 +176,7 @@ def _path(parts: Sequence[Part], wish: Wish, capped: bool) -> Path:
 def _recomputed(options: Options, window: int, layers: Layers, states: States | None) -> int:
     """The user's number; otherwise W, so that the window is exact after a hit, too.
 
-    0 next to layers with a sliding window or a state: vLLM keeps what the end of a prompt sees of these, where a hit
+    0 next to layers with a sliding window or a state: vLLM keeps what the end of a prompt sees of these, and a hit
     that ends earlier would find nothing.
     """
     chosen = options.settings.recompute

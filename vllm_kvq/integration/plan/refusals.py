@@ -68,7 +68,7 @@ def check(vllm_config: VllmConfig) -> None:
 
 
 def check_other(vllm_config: VllmConfig) -> None:
-    """The same for another dtype than ours, where there may be nothing of ours."""
+    """The same for a dtype other than ours, where there may be nothing of ours."""
     spec = vllm_config.speculative_config
     if spec is not None and spec.kv_cache_dtype == vllm_config.cache_config.cache_dtype:
         return  # the copy that vLLM makes of our configuration for a draft's layers
@@ -166,8 +166,8 @@ def _gpu_problem(platform: Platform) -> Problem | None:
 
 
 def _only_text(model: ModelConfig) -> str:
-    """What to do with a model whose image tokens see later ones. vLLM has them see none where requests can't hold any;
-    those may come as embeddings, too."""
+    """What to do with a model whose image tokens see later ones. vLLM leaves that out where requests can't hold images;
+    these may come as embeddings, too."""
     config = model.multimodal_config
     if config is not None and config.enable_mm_embeds:
         flag = "--language-model-only without --enable-mm-embeds"
@@ -177,11 +177,11 @@ def _only_text(model: ModelConfig) -> str:
 
 
 def _heads_differ(vllm_config: VllmConfig, layers: Layers) -> bool:
-    """Whether the layers that would be packed have KV heads of different sizes or numbers. Those of other layers may be
-    as they are: pages of several sizes lie side by side."""
+    """Whether the layers that would be packed have KV heads of different sizes or numbers. Those of other layers may
+    differ: pages of several sizes lie side by side."""
     config = vllm_config.model_config.hf_text_config.to_dict()
     if any(isinstance(config.get(name), list) for name in ("head_dim", "num_key_value_heads")):
-        return True  # OpenELM's, of which vLLM knows one number
+        return True  # OpenELM's, of which vLLM knows only one number
     return len({Heads.of(vllm_config, layer) for layer in layers.packed_layers}) > 1
 
 

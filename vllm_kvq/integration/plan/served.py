@@ -50,7 +50,7 @@ class Served:
     window_tokens: int
     """The most tokens of a long request that a layer with a sliding window holds while its prompt is computed."""
     decode_tokens: int
-    """The same of a request whose prompt is computed."""
+    """The same for a request whose prompt has been computed."""
     window_block: int
     """Tokens of a page in these layers."""
     ranks: int

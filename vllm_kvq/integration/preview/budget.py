@@ -67,7 +67,7 @@ def plain(served: Served, vllm_config: VllmConfig, wanted: Wanted, bits: int, bl
 
 
 def times_plain(served: Served, context: int) -> float:
-    """How many times as many requests of `context` tokens fit as with 16 bits, these counted without blocks."""
+    """How many times as many requests of `context` tokens fit as with 16 bits, the latter counted without blocks."""
     served = replace(served, max_len=context)
     return _in_16_bits(served) / (served.pool.per_request * served.pool.block_bytes)
 

@@ -19,7 +19,7 @@ WITHOUT_FILES = ("dummy",)
 
 
 def checkpoint_problem(vllm_config: VllmConfig) -> Problem | None:
-    """Files that are missing; only folders are looked at, for a model's name vLLM downloads what it needs."""
+    """Files that are missing; only folders are looked at: for a model's name vLLM downloads what it needs."""
     model = vllm_config.model_config
     if vllm_config.load_config.load_format not in WITHOUT_FILES and (folder := Path(model.model)).is_dir():
         if not weight_files(folder):

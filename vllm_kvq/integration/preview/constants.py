@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 LENGTH = 256
-"""Tokens of the requests that a start is for which serves none."""
+"""Tokens of the requests for which a start that serves none is planned."""
 CACHE_BYTES = 1 << 29
 
 
@@ -63,8 +63,8 @@ class Fitted:
 
 
 def fitted(server: Server, texts: Sequence[str] | None = None) -> Fitted:
-    """By a start of this server: to the bundled texts, which leaves a file for all servers, or to these, which leaves
-    none. Raises Failed, with a sentence."""
+    """By a start of this server: fitted to the bundled texts, which leaves a file for all servers, or to `texts`, which
+    leaves none. Raises Failed, with a sentence."""
     found: Fitted = apart(_fitted, server, texts)
     return found
 
@@ -115,7 +115,7 @@ class Known:
 
 # -- in the process of its own ----------------------------------------------------------------------------------------
 def _fitted(server: Server, texts: Sequence[str] | None) -> Fitted:
-    # neither kernels nor compiled graphs have a part in it
+    # neither kernels nor compiled graphs play a part in it
     os.environ |= {"VLLM_KVQ_KERNELS": "torch", "TORCHDYNAMO_DISABLE": "1"}
     from vllm import LLM
 

@@ -1,6 +1,6 @@
 """What `vllm serve` would make of its arguments here, without loading weights: for `vllm-kvq check`.
 
-vLLM's own parser and configuration, and so the product's own refusals, which stand in the configuration's way.
+vLLM's own parser and configuration, and so the product's own refusals, which the configuration runs into.
 """
 
 from __future__ import annotations

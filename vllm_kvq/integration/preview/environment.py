@@ -43,7 +43,7 @@ class Finding:
 
 
 def findings(every_patch: bool = False) -> list[Finding]:
-    """By topic; without vLLM those that it has nothing to do with. Patches without a problem are left out unless
+    """By topic; without vLLM, those that have nothing to do with it. Patches without a problem are left out unless
     `every_patch`."""
 
     def some_patches() -> list[Finding]:
@@ -200,8 +200,8 @@ def known_faults() -> list[Finding]:
 
 
 def patches() -> list[Finding]:
-    """What this vLLM is changed in, once the plugin has registered in this process as in a server's."""
-    if plugin_problem() is not None:  # the finding `plugin` says it
+    """What is changed in this vLLM, once the plugin has registered in this process as in a server's."""
+    if plugin_problem() is not None:  # the finding `plugin` says so
         return []
     register()
     return [_of_patch(patch) for patch in registry.PATCHES if patch.of_this_vllm]

@@ -17,12 +17,12 @@ SECONDS = 5.0
 PATHS = ("/", "./", "../", "~")
 GGUF = ".gguf"
 CONFIGS = ("config.json", "params.json")
-"""What a checkpoint's folder has one of: Hugging Face's name of a model's description, and Mistral's."""
+"""A checkpoint's folder has one of these: Hugging Face's name for a model's description, and Mistral's."""
 NAME = "name a checkpoint's folder, or a model on the hub"
 
 
 def name_problem(name: str) -> Problem | None:
-    """What can be no name of a model: nothing, a file, and a path that does not exist."""
+    """Why this can't be the name of a model: it is empty, a file, or a path that does not exist."""
     if not name.strip():
         return Problem("the model's name is empty", NAME)
     path = Path(name)
@@ -38,14 +38,14 @@ def name_problem(name: str) -> Problem | None:
 
 
 def folder_problem(name: str) -> Problem | None:
-    """Why this folder is no checkpoint's; None for whatever is no folder."""
+    """Why this folder is not a checkpoint's; None for whatever is not a folder."""
     if not (path := Path(name)).is_dir() or any((path / config).is_file() for config in CONFIGS):
         return None
     return Problem(f"the folder {name} has no {CONFIGS[0]}, so it holds no checkpoint", NAME)
 
 
 def model_problem(name: str, revision: str | None = None) -> Problem | None:
-    """Why `name` is no model that can be had: all that is known before it is read."""
+    """Why no model `name` can be had: all that is known before it is read."""
     return name_problem(name) or folder_problem(name) or hub_problem(name, revision)
 
 

@@ -56,7 +56,7 @@ class KVQMetadata:
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     longest: int
-    """New tokens of the request that has most."""
+    """New tokens of the request that has the most."""
     batch: StepBatch | None = None
 
     def joined(self, tables: Any, packed: PackedLayer) -> StepBatch:
@@ -83,7 +83,7 @@ class KVQMetadataBuilder(AttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if kv_cache_spec.block_size != kv_cache_spec.tokens_per_state:
             raise RuntimeError("vLLM enlarged the packed layers' blocks to the pages of other layers")
-        # decodes and verified drafts first, prompts behind them: on the GPU's path each kind has its own launch
+        # decodes and verified drafts first, prompts after them: on the GPU's path each kind has its own launch
         if Wish.of(device.type, os.environ).on_gpu:
             self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.watches: list[FaultWatch] | None = None

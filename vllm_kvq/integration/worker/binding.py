@@ -89,7 +89,7 @@ def rope_of_layer(model: Any, name: str) -> Rope | None:
 
 @functools.cache
 def table_of(embedding: Any) -> Rope | None:
-    """What a rotary embedding of vLLM's does to keys; None where it does something else than its table says."""
+    """What a rotary embedding of vLLM's does to keys; None where it does something other than its table says."""
     table = getattr(embedding, "cos_sin_cache", None)
     if table is None:
         return None
@@ -98,6 +98,6 @@ def table_of(embedding: Any) -> Rope | None:
     rng = torch.Generator().manual_seed(0)
     key = torch.randn(len(position), embedding.head_size, generator=rng, device="cpu").to(table)
     turned = embedding.forward_native(position, key.clone(), key.clone())[1].float()
-    # rounded once on their side, to the model's dtype
+    # vLLM's are rounded once, to the model's dtype
     near = 4 * torch.finfo(table.dtype).eps * turned.abs().max()
     return rope if (rope.apply(key, position) - turned).abs().max() <= near else None

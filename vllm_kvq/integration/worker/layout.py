@@ -1,9 +1,9 @@
 """How vLLM lays out a pool that layers of several kinds share: their pages lie side by side in each of its blocks.
 
-With the layers' dimension inside of the blocks' (BLHNC) vLLM needs pages of one size neither by padding nor by larger
-blocks. It then wraps the layers of a group in one spec, which some of its places overlook: zeroing.py, shared_caches.py
-and states.py in patches/served mend them. patches/registered/page_sizes.py makes sure that it adds no padding all the
-same.
+With the layers' dimension inside the blocks' (BLHNC) vLLM needs neither padding nor larger blocks to make pages equal
+in size. It then wraps the layers of a group in one spec, which some of its functions overlook: zeroing.py,
+shared_caches.py and states.py in patches/served mend them. patches/registered/page_sizes.py keeps it from padding all
+the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def put_first(name: str, layers: dict[str, Any]) -> None:
     """Make this packed layer the first of all.
 
     vLLM puts all layers with full attention into one KV cache group, whose first layer decides which manager it has
-    and, by its dtype, whether new blocks are zeroed. It also is the group whose block table a draft model gets.
+    and, by its dtype, whether new blocks are zeroed. It is also the group whose block table a draft model gets.
     """
     for other in [n for n in layers if n != name]:
         layers[other] = layers.pop(other)

@@ -69,7 +69,7 @@ def _cpu(
     heads, dtype = key.shape[1], query.dtype
     isa, blocks = _get_attn_isa(dtype, BLOCK, d), -(-q // BLOCK)
     cache = torch.empty(n * blocks, heads, 2 * BLOCK, d, dtype=dtype)
-    cache[blocks - 1 :: blocks] = 0  # what lies behind a request's end is read, though not used
+    cache[blocks - 1 :: blocks] = 0  # what lies past a request's end is read, though not used
     keys, values = cache.chunk(2, dim=2)
     table = torch.arange(n * blocks, dtype=torch.int32).view(n, blocks)
     slots = (BLOCK * blocks * torch.arange(n)[:, None] + torch.arange(q)).flatten()

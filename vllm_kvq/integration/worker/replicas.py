@@ -1,8 +1,8 @@
 """Tensor parallelism with more ranks than KV heads: vLLM gives several ranks a copy of the same KV head.
 
-Each of them has other query heads, and SQuat's subspace is that of all queries that share a KV head. So the copies show
-each other their queries before a state is fitted; then their states, and their pages, are equal, and they are those of
-one process. (What depends only on keys or on a seed is equal anyway.)
+Each of them has different query heads, and SQuat's subspace is that of all queries that share a KV head. So the copies
+show each other their queries before a state is fitted; then their states, and their pages, are equal, and they are
+those of one process. (What depends only on keys or on a seed is equal anyway.)
 """
 
 from __future__ import annotations

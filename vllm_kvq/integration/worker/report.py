@@ -25,9 +25,10 @@ logger = init_logger("vllm.kvq")
 class Capacity:
     """What a pool of this size holds: tokens of requests of the maximum length, with their sidecars and sinks.
 
-    It is the very number of vLLM's own line "KV cache size", which counts block 0, too, that is never handed out.
+    It is the very number of vLLM's own line "KV cache size", which counts block 0, too, though it is never handed out.
     With windows it is larger: vLLM's line counts for each request the blocks that a window takes while a whole step
-    computes a piece of its prompt. One request at a time needs these; here one does, and the others what they keep.
+    computes a piece of its prompt. One request at a time needs these; here one is counted with them, the others with
+    what they keep.
     """
 
     tokens: int

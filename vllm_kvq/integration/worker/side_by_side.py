@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SideBySideBuilder(CPUAttentionMetadataBuilder):
-    """It is told the dtype of these layers, not the model's: vLLM 0.33 would look for a processor that reads fp8."""
+    """It is told these layers' dtype, not the model's: otherwise vLLM 0.33 would seek a processor that reads fp8."""
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -29,8 +29,8 @@ class SideBySideBuilder(CPUAttentionMetadataBuilder):
 
 
 class SideBySideBackend(CPUAttentionBackend):
-    """It says that it reads pages that lie side by side. vLLM's own does so without saying it: tokens lie in a page as
-    it wants them, and it takes the distance of pages from the tensor's strides."""
+    """It says that it reads pages that lie side by side. vLLM's own does so without saying so: tokens lie in a page as
+    it wants them, and it takes the distance between pages from the tensor's strides."""
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

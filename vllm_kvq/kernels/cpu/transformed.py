@@ -1,7 +1,7 @@
 """What the constants of transformed keys (formats/methods/klt.py) are in C++: tables with a part for each KV head.
 
-Once per step a query is multiplied with its head's matrix, which gives a number for each channel (kernels make those
-of the slots from it), and pair by pair with b, for a slab's e (formats/parts/turning.py).
+Once per step a query is multiplied by its head's matrix, which gives a number for each channel (kernels make those
+of the slots from it), and pair by pair by b, for a slab's e (formats/parts/turning.py).
 
 Before constants are fitted there are no heads: nothing can be packed or read, but the format can be asked about.
 """

@@ -17,7 +17,7 @@ from vllm_kvq.kernels.step import StepBatch, Whole
 from vllm_kvq.kernels.torch.attend import Partial, join
 
 ROWS = 512
-"""Queries times query heads of one KV head from which a chunk is long: 128 tokens of a Llama-3."""
+"""A chunk is long from this product of queries and query heads of one KV head on: 128 tokens of a Llama-3."""
 WORK = 1 << 22
 """The least product of a long chunk's rows and its packed tokens for which unpacking pays. At that size the kernels for
 pages take 200 us on an H200, more than a few launches and the host's wait."""

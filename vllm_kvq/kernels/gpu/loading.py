@@ -19,7 +19,7 @@ and whoever installs it sets this first."""
 def load() -> None:
     """Import the kernels. Without a GPU or an emulator they run in Triton's interpreter, whatever else uses Triton in
     this process."""
-    importlib.import_module("triton")  # itself as it is meant to be
+    importlib.import_module("triton")  # Triton itself, unaffected by what is set below
     before = os.environ.get("TRITON_INTERPRET")
     if "vllm_kvq.triton_kernels.lang" not in sys.modules and not torch.cuda.is_available() and emulated is None:
         os.environ["TRITON_INTERPRET"] = "1"

@@ -1,7 +1,7 @@
 """The rest of a prefix that a KV connector keeps elsewhere is found when its beginning is on the GPU.
 
-vLLM asks its managers what the connector has of a request behind a hit as if that were a prefix of its own. Its first
-block then has no sinks: they came with the hit. So our manager of sinks is told that something precedes.
+vLLM asks its managers what the connector has of a request after a hit as if that were a prefix of its own. Its first
+block then has no sinks: they came with the hit. So our manager of sinks is told that something precedes it.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ def _are_registered() -> bool:
 
 
 class _Choices(list[str]):
-    """All are accepted, and those that no list for users names are not listed. One that is like a listed one is refused
-    here, because argparse would name all of them."""
+    """All are accepted, and those that no list for users names are not listed. An unknown name that is like a listed
+    one is refused here, because argparse would name all of them."""
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in super().__iter__() if name not in FORMATS or FORMATS[name].public)

@@ -1,7 +1,7 @@
 """Where a KV connector keeps pages elsewhere, their hashes begin with the fingerprint of what pages mean.
 
 vLLM's block hashes name tokens and nothing else, and the connectors that are allowed make their keys from them. Two
-servers with other options would find each other's pages in a store that they share. All hashes of an engine follow
+servers with different options would find each other's pages in a store that they share. All hashes of an engine follow
 from a seed, so they have nothing in common if the seeds differ. Without a connector nothing leaves an engine, and
 hashes stay vLLM's own.
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 KEY = "kvq_fingerprint"
 """Where a connector's extra configuration has the fingerprint (plan/connectors.py)."""
 MARKED = "kvq_marked"
-"""In it where the server has written the fingerprint, and not its user."""
+"""Set there if the server, and not its user, has written the fingerprint."""
 SEED = "vllm.v1.core.kv_cache_utils:resolve_none_hash_seed"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler.__init__"
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 GPU = "vllm.v1.worker.gpu_worker:Worker.determine_available_memory"
 CPU = "vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory"
 ADAPTERS = "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin._set_active_loras"
-"""Says that the text to which constants are fitted is the model's own."""
+"""Tells vLLM that the text to which constants are fitted has no adapter."""
 HOOK = "when_loaded"
-"""What a layer of ours has that wants to know (worker/companions.py)."""
+"""The attribute of a layer of ours that wants to know (worker/companions.py)."""
 
 
 def _tell_layers(own: Callable[[Any], int]) -> Callable[[Any], int]:

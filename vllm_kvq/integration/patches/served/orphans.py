@@ -27,7 +27,7 @@ ENGINE = "vllm.v1.engine.core:EngineCoreProc.run_engine_core"
 COORDINATOR = "vllm.v1.engine.coordinator:DPCoordinatorProc.run_coordinator"
 LOOK_SECONDS = 1.0
 GRACE_SECONDS = 10.0
-"""What a process gets to exit in order; an engine that warms up does not listen."""
+"""The time that a process has to exit in good order; an engine that is warming up does not listen."""
 API_SERVER = "ApiServer_"
 """Several API servers of one `vllm serve` are processes of this name, and make the configuration again."""
 
@@ -48,7 +48,7 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
 
 
 def run_coordinator(*args: Any, **kwargs: Any) -> None:
-    """What the process runs that stands between the engines of data parallelism."""
+    """What runs in the process that stands between the engines of data parallelism."""
     watch()
     _vllms(run_coordinator, COORDINATOR)(*args, **kwargs)
 

@@ -2,7 +2,7 @@
 
 Where pages of several sizes lie side by side (layout.py), vLLM wraps the specs of a group's layers in one. The runner
 for GPUs looks into it when it zeroes new blocks; the one for CPUs does not. A block is handed from one group to
-another, and what a window layer finds behind a request's end must not be NaN although it is weighed with 0.
+another, and what a window layer finds past a request's end must not be NaN although its weight is 0.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Kind:
     freed: int = 0
     """Those of the blocks that it takes only while its prompt is computed."""
     plain_freed: int = 0
-    """The same of `plain_bytes`."""
+    """The same for `plain_bytes`."""
     apart: bool = False
     """Whether they are in other KV cache groups than the layers with full attention: those with a window or a state."""
     packed: bool = False
@@ -72,7 +72,8 @@ class Pool:
         together = [full, packed, *([packed] if self.sinks else [])]
         alike = [counts for counts in together if len({*counts.values()}) == 1]
         if any(len(counts) > 1 for counts in alike):
-            # As many layers of each size are a pattern for vLLM, and groups hold as many repeats as pad all least.
+            # Equal numbers of layers of each size are a pattern for vLLM, and groups hold the number of repeats that
+            # needs the least padding in all.
             repeated = [next(iter(counts.values())) for counts in alike]
             least = max(n for n, counts in zip(repeated, alike, strict=True) if len(counts) > 1)
             layers = [*repeated, *(kind.layers for kind in apart)]

@@ -1,4 +1,4 @@
-"""A layer's KV heads. Layers of one model may have other ones: in Gemma-4 those of layers with a sliding window are
+"""A layer's KV heads. Layers of one model may have different ones: in Gemma-4 those of layers with a sliding window are
 smaller, and there may be more of them.
 """
 

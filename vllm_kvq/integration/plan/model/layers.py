@@ -95,7 +95,7 @@ def sharing_layers(model: ModelConfig) -> frozenset[int]:
 
 
 def layer_types(model: ModelConfig) -> list[str]:
-    """The kind of each layer, for models that say it."""
+    """The kind of each layer, for models that name it."""
     text = model.hf_text_config
     return getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
 
@@ -114,7 +114,7 @@ def window_problem(model: ModelConfig) -> Problem | None:
 
 def chunk_problem(chunk: int | None, sizes: Sequence[int], block: int) -> Problem | None:
     """vLLM attends to a chunk as to a request of its own, whose block table begins with a page: no page of these
-    `sizes` may lie in two."""
+    `sizes` may lie in two chunks."""
     if chunk is None or sizes:
         return None
     return Problem(

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-"""Names of files of weights, those first that vLLM prefers."""
+"""Names of files of weights, those that vLLM prefers first."""
 
 
 def weights_folder(name: str, revision: str | None) -> Path | None:
@@ -20,7 +20,7 @@ def weights_folder(name: str, revision: str | None) -> Path | None:
 
     try:
         config = try_to_load_from_cache(name, "config.json", revision=revision)
-    except ValueError:  # no name of a model on the hub
+    except ValueError:  # not the name of a model on the hub
         return None
     return Path(config).parent if isinstance(config, str) else None
 

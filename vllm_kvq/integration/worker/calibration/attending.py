@@ -1,7 +1,7 @@
 """Attention among a piece's tokens, in the place of every layer's own implementation while constants are fitted.
 
 There is no cache yet, and no step of vLLM's scheduler: a piece's tokens see each other and nothing else. What packed
-layers are given is summed up in passing, so that no text of tokens is kept.
+layers are given is summed up in passing, so that the text's queries and keys need not be kept.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Attending:
 def attending(
     layers: Mapping[str, Any], turned: Callable[[str], Turning], skipped: int
 ) -> Iterator[dict[str, Attending]]:
-    """All attention layers attend so. Layers are vLLM's, by name; `turned` says how a layer's keys are."""
+    """All attention layers attend like this. `layers` are vLLM's, by name; `turned`: how a layer's keys are turned."""
     kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     found = {
         name: Attending(layer, turned(name), skipped, kept) for name, layer in layers.items() if hasattr(layer, "impl")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvq")
 
 AT_ONCE = 2048
-"""Tokens in a forward pass: the same in all servers that have room for as many, and so are the constants, to a bit."""
+"""Tokens in a forward pass: the same in all servers with room for as many, and so are the constants, to the bit."""
 
 
 @dataclass
@@ -130,7 +130,7 @@ def _text(config: VllmConfig) -> Pieces:
 
     model = config.model_config
     try:
-        # also where vllm does without one
+        # even where vLLM does without one
         tokenizer = get_tokenizer(
             model.tokenizer or model.model,
             revision=model.tokenizer_revision,
