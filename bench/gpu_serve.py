@@ -101,7 +101,7 @@ def preemptions(url: str) -> int:
 def measure(plan: Plan, cache: str, running: Server, rounds: int) -> Iterator[Row]:
     url = running.url
     with watched(running):
-        ask(url, [prompt(300, 1)], 8)  # the first request compiles what the start left
+        ask(url, [prompt(300, 1)], 8)  # the first request compiles what start-up did not
         for batch, context in plan.cells:
             firsts, tokens = [], []
             for turn in range(rounds):

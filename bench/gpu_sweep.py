@@ -56,7 +56,7 @@ def launched(turn: int, registers: int, programs: int = 8) -> Iterator[None]:
 
 
 def compiled(name: str, turn: int, registers: int) -> str | None:
-    """Compiles one kernel, into Triton's cache on the disk. Why it can't be, or None."""
+    """Compiles one kernel into Triton's cache on disk. Returns why that failed, or None."""
     loading.load()
     try:
         with launched(turn, registers):

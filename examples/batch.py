@@ -35,7 +35,7 @@ def at_least_one(text: str) -> int:
 
 def questions(path: Path) -> list[Question]:
     found = []
-    with path.open(encoding="utf-8") as lines:  # not splitlines: a text may hold what that takes for the end of a line
+    with path.open(encoding="utf-8") as lines:  # not splitlines, which takes some characters in a text for line ends
         for number, line in enumerate(lines, 1):
             try:
                 question = json.loads(line)

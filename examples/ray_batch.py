@@ -94,7 +94,7 @@ def questions(path: Path, key: str) -> tuple[Dataset, str]:
 
 
 def noted(answers: Path) -> Path:
-    """The folder of what is answered. Without it the answers would come twice, and without them not at all."""
+    """Where Ray notes what is answered. Without it answers would come twice, and without the answers not at all."""
     done = answers.with_name(answers.name + ".done")
     for left, gone in ((answers, done), (done, answers)):
         if left.is_dir() and any(left.iterdir()) and not gone.exists():
@@ -141,8 +141,8 @@ def chat_tokenizer(engine: AsyncEngineArgs) -> Any:
 
 
 class Ask:
-    """A row of questions -> what Ray asks the engine, with the row as one column: a column "model" would be an adapter
-    to Ray, and one that is empty in a whole piece has no type."""
+    """A row of questions -> what Ray asks the engine, with the row as one column: Ray would take a column "model" for
+    an adapter, and a column that is empty in a whole piece has no type."""
 
     def __init__(self, sampling: Row, tokenizer: Any = None) -> None:
         self.sampling, self.tokenizer = sampling, tokenizer
@@ -166,7 +166,7 @@ class Ask:
 
 
 def answer(row: Row) -> Row:
-    """What Ray has of a row that was asked -> the row, with what was answered, or why nothing was."""
+    """What Ray returns for a row that was asked -> the row, with the answer, or why there is none."""
     kept: Row = pickle.loads(row["row"])
     if row[ERROR]:
         return kept | {"answer": "", "tokens": 0, "error": row[ERROR]}
@@ -174,7 +174,7 @@ def answer(row: Row) -> Row:
 
 
 def typed(schema: pyarrow.Schema, rows: pyarrow.Table) -> pyarrow.Table:
-    """As in the questions, also where a column has nothing in all rows of a piece: else nobody can read the folder."""
+    """Types as in the questions, even where a whole piece has nothing in a column: else nobody can read the folder."""
     return rows.select(schema.names).cast(schema)
 
 

@@ -52,7 +52,7 @@ def arguments() -> tuple[argparse.Namespace, AsyncEngineArgs, dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """What was given of a configuration, as a dictionary: Ray looks into some of them, and makes the rest again."""
+    """What was set in a configuration, as a dictionary: Ray looks into some of them, and makes the rest again."""
     if not dataclasses.is_dataclass(value):
         return value
     fresh = type(value)()

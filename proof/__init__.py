@@ -13,11 +13,11 @@
     ptx/        a GPU that executes the compilers' output, on a CPU
     models/     tiny checkpoints of every architecture that is served or refused
     tables/     instructions, registers, traffic: the numbers of the documents' tables
-    admit/      a release of vLLM: has it what the patches need, and do the tests pass?
+    admit/      a release of vLLM: does it have what the patches need, and do the tests pass?
     pictures/   the documents' pictures, from recorded results and from the formats
     site/       the documents as a site, and its pages in a browser
     weights/    real pretrained models, from packages that ship their weights
     demo/       the model in models/demo, which `make run` asks and `python -m proof train` made
 
-It inspects the product; the product does not know it (`make lint` checks that).
+They inspect the product; the product does not know them (`make lint` checks that).
 """

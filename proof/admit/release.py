@@ -1,6 +1,6 @@
-"""An environment with another vLLM: a folder that stands first on PYTHONPATH. This environment is not changed.
+"""An environment with another vLLM: a folder that comes first on PYTHONPATH. This environment is not changed.
 
-The CPU build of that version is put there if the package index has one, and what it needs and this environment lacks.
+The CPU build of that version is put there if the package index has one, with what it needs and this environment lacks.
 If there is none, the folder gets the Python sources from vLLM's source distribution and the shared libraries of the
 installed vLLM: all that this project touches in vLLM is Python. Nothing else is downloaded again.
 """
@@ -30,7 +30,7 @@ BUILD_TOOLS = ("setuptools-rust", "setuptools-scm", "semantic-version", "vcs-ver
 COMPLETE = "complete.json"
 NOT_THERE = ("No matching distribution found", "Could not find a version")
 NOTHING_AT_ALL = "(from versions: none)"
-"""So pip says that it could not reach an index, too."""
+"""pip also says this when it could not reach an index."""
 
 
 class NoRelease(Exception):
@@ -139,7 +139,7 @@ def _unpacked(version: str, work: Path) -> Path:
 
 # -- what it needs ----------------------------------------------------------------------------------------------------
 def add_requirements(needed: Iterable[str], folder: Path) -> str:
-    """Install what this environment lacks, and what that needs, in words. torch, the largest, has to be the same."""
+    """Install what is lacking here and what that needs; returns it in words. torch, the largest, has to be the same."""
     added: dict[str, str] = {}
     while lacking := [r for r in unmet(needed, folder) if r.name not in added]:
         if torch := [str(r).partition(";")[0].strip() for r in lacking if r.name == "torch"]:
@@ -154,8 +154,8 @@ def add_requirements(needed: Iterable[str], folder: Path) -> str:
 
 
 def unmet(needed: Iterable[str], folder: Path) -> list[Requirement]:
-    """Those that the folder and this environment do not meet. What this environment does not meet for its own vLLM
-    either is left as it is."""
+    """Those that the folder and this environment do not meet. What this environment does not meet even for its own
+    vLLM is left as it is."""
     own = next(filter(None, map(_requirements_of, BUILDS)), [])
     tolerated = {r.name for r in map(Requirement, own) if not _is_met(r)}
     return [r for r in map(Requirement, needed) if not _is_met(r, folder) and r.name not in tolerated]

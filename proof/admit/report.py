@@ -108,7 +108,7 @@ def need_lines(need: Need) -> list[str]:
 
 
 def _block(lines: Sequence[str]) -> list[str]:
-    """What a command printed, which is no command itself."""
+    """What a command printed, marked as output: it is not a command itself."""
     return [OUTPUT, *(line.rstrip() for line in lines), END]
 
 

@@ -39,7 +39,7 @@ class Pair:
 
 
 def attach(model: torch.nn.Module) -> dict[str, Pair]:
-    """By the name of the linear layer. `up` begins as zeros: at first the model says what it said."""
+    """By the name of the linear layer. `up` begins as zeros: at first the model answers as before."""
     pairs = {}
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in INTO and isinstance(module, torch.nn.Linear):
@@ -50,7 +50,7 @@ def attach(model: torch.nn.Module) -> dict[str, Pair]:
 
 
 def trained(checkpoint: Path, folder: Path, say: Callable[[str], None]) -> Path:
-    """An adapter in the form of PEFT's files, unless the folder has it already."""
+    """An adapter in PEFT's file format, trained unless the folder already has it."""
     if (folder / NAME / CONFIG).exists():
         return folder / NAME
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -21,7 +21,7 @@ WORDS = ("the", "river", "bridge", "town", "market", "old", "stone", "where", "p
 
 
 def conversations(folder: Path) -> Path:
-    """A file of ShareGPT's form. Lengths are spread as there: the median a hundred words, some ten times as long."""
+    """A file in ShareGPT's format. Lengths are spread as there: a median of a hundred words, some ten times as long."""
     rng = random.Random(0)
 
     def said(by: str) -> dict[str, str]:

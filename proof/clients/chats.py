@@ -30,7 +30,7 @@ def user(text: str) -> list[ChatCompletionMessageParam]:
 
 
 def ask(endpoint: Endpoint, text: str = CAPITAL, **more: Any) -> ChatCompletion:
-    """Greedy, if nothing else is said."""
+    """Greedy unless told otherwise."""
     settings: dict[str, Any] = {"model": endpoint.model, "max_tokens": LONGEST, "temperature": 0, **more}
     answer: ChatCompletion = endpoint.client.chat.completions.create(messages=user(text), **settings)
     return answer

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def found(setup: Setup, options: argparse.Namespace, folder: Path) -> list[Row]:
-    """What was found before, if all of that passed, or else now."""
+    """What was found before, if all of that passed; otherwise what is found now."""
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / f"{setup.name}, {options.model.name}, {options.kv_cache_dtype}, {options.dtype}.json"
     if kept.exists():

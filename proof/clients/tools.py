@@ -68,7 +68,7 @@ def _conversation(arguments: str) -> list[Any]:
 
 
 def required(endpoint: Endpoint) -> str:
-    """Called because it must, and streamed; what comes back is used."""
+    """Called because it must be, and streamed; what comes back is used."""
     answer = ask(endpoint, QUESTION, tools=[WEATHER], tool_choice="required")
     city = _city(answer.choices[0].message.tool_calls or (), "required")
     _, _, written = _streamed(endpoint, tool_choice={"type": "function", "function": {"name": NAME}})

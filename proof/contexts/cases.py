@@ -29,7 +29,7 @@ REQUESTS = 2.5
 
 
 def cases(format_name: str, block_size: int, lengths: tuple[int, ...]) -> Iterator[tuple[str, Case]]:
-    """With labels."""
+    """Each with its label."""
     for i, length in enumerate(lengths):
         apart = i % 2 == 1
         setup = Setup(

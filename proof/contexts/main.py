@@ -20,7 +20,7 @@ from vllm_kvq.cli.arguments import words
 from vllm_kvq.formats import FORMATS
 
 SHORTEST = 2048
-"""Enough for the long answer, and for an end of its own behind three quarters."""
+"""Enough for the long answer, and for a hit's own end after three quarters of the prompt."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -84,14 +84,14 @@ def forward(
 
 
 SHORT = 256
-"""Up to this length PyTorch's kernel loses against the formula (its backward pass in bfloat16: 7 times)."""
+"""Up to this length PyTorch's kernel is slower than the formula (its backward pass in bfloat16: 7 times)."""
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     length = q.shape[2]
     if length > SHORT:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    grouped = q.reshape(*k.shape[:2], -1, q.shape[-1])  # the query heads of a group, below each other
+    grouped = q.reshape(*k.shape[:2], -1, q.shape[-1])  # the query heads of a group, one below the other
     future = torch.full((length, length), -torch.inf, dtype=q.dtype).triu(1)
     scores = (grouped @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).unflatten(2, (-1, length)) + future
     return (scores.softmax(-1).flatten(2, 3) @ v).view(q.shape)

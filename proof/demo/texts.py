@@ -72,7 +72,7 @@ def question(rng: random.Random, characters: int) -> Sample:
 
 
 def conversation(make: tasks.Make) -> tasks.Make:
-    """The same as a user's turn with what is known, and the rest as the answer."""
+    """The same as a conversation: the user's turn is what is known, and the rest is the answer."""
 
     def chat(rng: random.Random, characters: int) -> Sample:
         plain = make(rng, characters)
@@ -162,7 +162,7 @@ class Batches:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> Encoding:
-    """After <bos>, which a conversation has already."""
+    """After <bos>, which a conversation already has."""
     return tokenizer.encode(text, add_special_tokens=not text.startswith("<bos>"))
 
 

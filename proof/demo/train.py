@@ -1,4 +1,4 @@
-"""Train the demo model: a Llama of a few million parameters that finds what is thousands of tokens back.
+"""Train the demo model: a Llama of a few million parameters that finds what lies thousands of tokens back.
 
 On its own, recall emerges late. It emerges early if attention is guided: some heads of the first layer should look at
 the tokens just before, and one head of the second layer at the place of the next token, by a loss of -log of that

@@ -40,7 +40,7 @@ def draft_of(model: str) -> str:
 
 
 def checkpoint_of(setup: Setup, llama: str) -> str:
-    """The path of the model, which is written next to `llama`, if it is not that, at first use."""
+    """The path of the model, which is written next to `llama` at first use, unless it is `llama` itself."""
     name = setup.model
     if name == LLAMA:
         return llama
@@ -74,7 +74,7 @@ class Runner:
 
     @functools.cached_property
     def reference(self) -> ReplayModel:
-        """For a model that it knows. It reads the constants that the engine's first start has left."""
+        """For a model that it knows. It reads the constants that the engine's first start left."""
         setup = self.setup
         return ReplayModel(self.model, setup.format, setup.block_size, setup.drafts, setup.kernel_error, **setup.kvq)
 

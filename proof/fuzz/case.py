@@ -25,7 +25,7 @@ PLENTY = 24
 MODEL: dict[str, int] = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocab": 512}
 """The Llama of every run: two layers, so that a wrong read in the first changes what the second stores."""
 LONG_MODEL: dict[str, Any] = MODEL | {"max_position": 1 << 16, "score_std": 2.8}
-"""The Llama of long contexts, which reads about as many of 32,000 tokens as MODEL of 600."""
+"""The Llama of long contexts, which reads about as many of 32,000 tokens as MODEL does of 600."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Setup:
 
     @property
     def llama(self) -> dict[str, Any]:
-        """The numbers of the Llama that is its model, or whose folder the others are written next to."""
+        """The numbers of the Llama that is its model, or next to which its model is written."""
         return MODEL if self.max_len == MAX_LEN else LONG_MODEL
 
     @property
@@ -167,7 +167,7 @@ class Setup:
 
 def mend() -> None:
     """On a CPU, plain vLLM 0.32 crashes on a long prompt of a Mamba-2 model, and gives requests without an adapter the
-    last one; with our formats both is fixed."""
+    last one; with our formats both are fixed."""
     from vllm_kvq.integration.patches.served.adapters import add_nothing_without
     from vllm_kvq.integration.patches.served.states import leave_checkpoints_out
 

@@ -21,7 +21,7 @@ WORDS = range(10, 500)
 WORDS_OF_COPIES = range(300, 40_000)
 BLOCK_SIZES = (32, 64, 64, 96, 128)
 ROOM_FOR_A_DRAFT = 512
-"""Tokens of a packed block that is as large as 32 float32 tokens of the draft's cache, vLLM's least block."""
+"""Tokens of a packed block that is as large as 32 float32 tokens of the draft's cache, vLLM's smallest block."""
 LARGEST_WITH_OUTLIERS = 256
 """Channels of a head that a byte names, as QJL does those of outliers."""
 WINDOWS = (0, 32, 64, 96)
@@ -68,7 +68,7 @@ def draw_setup(rng: Random, format_name: str, runner: str | None = None, model: 
         keep_all=rng.random() < 0.5,
         # the C++ kernels are what is served; PyTorch's are float32 throughout, which leaves fewer ties
         kernels=rng.choice(("auto", "auto", "torch")),
-        # small blocks would be millions, each an object of vLLM's
+        # there would be millions of small blocks, each an object of vLLM's
         far=rng.random() < 0.2 and block >= 64,
         runner=runner,
         asynchronous=runner == "V2" and rng.random() < 0.5,
@@ -156,7 +156,7 @@ class Drawer:
         if self.setup.model in SEEING:
             prompt, pictures = self._shown(prompt)
         # vLLM's CPU sampler puts wrong tokens in the place of rejected drafts as soon as one request of a batch samples
-        # several samples are drawn, if only among tokens that are equally good, as the reference can tell
+        # (with n > 1 a request samples, if only among tokens that are equally good, which the reference can tell)
         several = rng.random() < 0.06 and not self.setup.drafts and self.setup.arch.replay
         stops = rng.random()
         return Request(

@@ -31,7 +31,7 @@ def judged(models: Sequence[str], format_name: str) -> list[str]:
 
 
 def draw_model(rng: Random, models: Sequence[str]) -> str:
-    """Models with windows, hybrids, models with adapters or images, and copies each as often as all others together."""
+    """Models with windows, hybrids, models with adapters or images, and copies are each as frequent as all the rest."""
     groups: dict[str, list[str]] = {}
     for name in models:
         groups.setdefault(_group(name), []).append(name)

@@ -1,4 +1,4 @@
-"""Cases that are listed beforehand, judged one engine each: the sweeps that are not drawn by chance."""
+"""Cases that are listed beforehand, each judged on an engine of its own: the sweeps that are not drawn by chance."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Judged:
 
 
 def judge_listed(cases: Sequence[tuple[str, Case]], jobs: int) -> Judged:
-    """Each with a label, of which the table has a row; `jobs` at a time."""
+    """Each with a label, for which the table has a row; `jobs` at a time."""
     os.environ["OMP_NUM_THREADS"] = "1"
     # engines that are done are killed, and multiprocessing warns of the semaphores that they leave behind
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")

@@ -1,4 +1,4 @@
-"""One run of the fuzzer: formats in turn, one engine per core at a time, until time is up or a number of requests is
+"""One run of the fuzzer: formats in turn, one engine per core at a time, until time is up or enough requests are
 judged."""
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Session:
             episode = 0
             while not episode or (not self.over and time.monotonic() < end):
                 drawer = Drawer(this.rng(self.seed, f"traces {episode}"), setup)
-                # one trace only of a format whose first round begins after the end, and of a slow runner
+                # only one trace for a format whose first round begins after the end, and for a slow runner
                 count = 1 if self.over or setup.runner == "V2" else self.episode
                 new = [drawer.trace(f"e{episode}t{i}", reset=i == 0) for i in range(count)]
                 answers, verdict = runner.run(new)

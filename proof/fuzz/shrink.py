@@ -105,7 +105,7 @@ class Shrinker:
         self._shorten(at)
 
     def _lower(self, low: int, high: int, change: Callable[[int], bool]) -> None:
-        """Bisect, although failures need not be monotonous."""
+        """Bisect, although failures need not be monotonic."""
         while low < high and not self.done():
             middle = (low + high) // 2
             if change(middle):
@@ -132,7 +132,7 @@ class Shrinker:
 
 
 def last_good(path: Sequence[Case], fails: Fails) -> Case:
-    """By bisection, about the last case on the path that `fails`; the first one is known to fail."""
+    """Roughly the last case on the path that `fails`, by bisection; the first one is known to fail."""
     if fails(path[-1]):
         return path[-1]
     low, high = 0, len(path) - 2

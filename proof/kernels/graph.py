@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 READS = ("tolist", "numpy", "cpu", "__array__")
 """Methods of a tensor that wait for the device but are not an operation of PyTorch's on a CPU."""
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
-"""Operations that wait; `item`, `int` and truth values end in the first one."""
+"""Operations that wait; `item`, `int` and truth values end up in the first one."""
 COPIES = ("lift_fresh", "lift_fresh_copy")
 """The last operation of `torch.tensor` and `torch.as_tensor`."""
 

@@ -43,8 +43,8 @@ def parse(text: str) -> tuple[str, ...]:
     return kinds
 
 
-# Pointer checks that the address sanitizer makes anyway. With them, and with accesses checked in line, unrolled
-# kernels compile for many minutes; KVQ_SANITIZED leaves out all head sizes of the integer kernels but one.
+# Pointer checks that the address sanitizer makes anyway. With them, and with accesses checked inline, unrolled
+# kernels take many minutes to compile; KVQ_SANITIZED leaves out all head sizes of the integer kernels but one.
 _CHEAP = [
     *("-O1", "-g1", "-fno-omit-frame-pointer", "-DKVQ_SANITIZED", "-w", "-fno-sanitize-recover=all"),
     *("-fno-sanitize=null,alignment,object-size,pointer-overflow", "-fno-sanitize-address-use-after-scope"),

@@ -18,7 +18,7 @@ from proof.oracle.adapters import ADAPTERS, folder_of
 
 LOGIT_STD = 30.0
 SPECIAL = 8
-"""Tokens from 0 whose logits are zero: end of text, placeholders of images."""
+"""How many of the first tokens have logits of zero: end of text, placeholders of images."""
 # the standard deviation of a weight's output for a unit input, by the parameter's name
 GAINS = (
     (r"(query_key_value|qkv_proj|c_attn|[qk]_proj)\.weight$", 1.4),

@@ -77,7 +77,7 @@ def write_llava(path: Path, image_token: int) -> None:
     pixels = CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE})
     how = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     LlavaProcessor(pixels, tokenizer({image_token: "<image>"}), **how).save_pretrained(path)
-    # the vision encoder's weights, as checkpoints name them: this Transformers leaves a part of the names out
+    # the vision encoder's weights, as checkpoints name them: this Transformers leaves out a part of the names
     file = path / "model.safetensors"
     weights = load_file(file)
     published = {k.replace("vision_tower.", "vision_tower.vision_model."): v for k, v in weights.items()}

@@ -89,7 +89,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _definitions(node: ast.AST, within: str = "") -> Iterator[tuple[str, Definition]]:
-    """(qualified name, function or class) of all that are defined in it, the outer ones first."""
+    """(qualified name, function or class) of each one defined in it, the outer ones first."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Definition):
             yield within + child.name, child
@@ -106,7 +106,7 @@ def _place(text: str, node: Definition) -> tuple[int, int]:
 
 
 def _differ(code: str, changed: str) -> bool:
-    """To Python, which reads both: in more than brackets and comments."""
+    """Whether they differ to Python, which parses both: in more than brackets and comments."""
     head = "if True:\n" if code[0].isspace() else ""
     try:
         return ast.dump(ast.parse(head + code)) != ast.dump(ast.parse(head + changed))

@@ -27,7 +27,7 @@ class Kept:
         self.path, self.root = path, root
         self._lock = threading.Lock()
         self._now: dict[str, str] = {}
-        """What the checkout was when it was asked for a fault, which may change while its tests run."""
+        """Each fault's mark when it was asked for: the checkout may change while its tests run."""
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else ()
         known = {fault.name for fault in faults}
         marks = {name: mark for mark, _, name in (line.partition(" ") for line in lines)}

@@ -63,7 +63,7 @@ def copy_checkout(target: Path) -> None:
 
 
 def compile_modules(root: Path) -> None:
-    """Once for all tests. They are valid by their source's hash: a fault may leave its size and time as they were."""
+    """Once for all tests. A .pyc is valid by its source's hash: a fault may leave its size and time as they were."""
     for package in ("vllm_kvq", "proof"):
         compileall.compile_dir(root / package, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
 
@@ -155,7 +155,7 @@ def plant(
 
 
 def folder_of(fault: Fault) -> str:
-    """The room of the house: at most two folders deep."""
+    """The folder in which it is planted, at most two deep."""
     return "/".join(Path(fault.file).parent.parts[:2]) or "."
 
 
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.report and options.only:
         parser.error("--report is for all faults, without --only")
     chosen = [f for f in FAULTS if (options.all or not f.slow) and options.only in f"{f.name} {f.file}"]
-    chosen.sort(key=lambda fault: fault.slow)  # a run that is stopped has found most
+    chosen.sort(key=lambda fault: fault.slow)  # a run that is stopped has found most by then
     if not chosen or options.jobs < 1:
         parser.error("no fault is chosen" if not chosen else "--jobs is at least 1")
     kept = Kept(options.kept, ROOT, FAULTS)

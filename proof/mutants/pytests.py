@@ -27,7 +27,7 @@ TIDY_SECONDS = 20.0
 WARM = Path(__file__).with_name("warm.py")
 COMPILER = Path(__file__).with_name("objects.py")
 IMPORTED = ("hypothesis", "_pytest.main", "vllm.entrypoints.llm")
-"""Modules whose third parties are imported once for all pytests of a tree: half a minute of imports becomes seconds."""
+"""Modules whose third-party imports are done once for all pytests of a tree: instead of half a minute, seconds."""
 
 
 class Tree:
@@ -39,7 +39,7 @@ class Tree:
         self._built = build.sources_key(self._sources)
         environment = {
             **os.environ,
-            "PYTHONPATH": str(root),  # which child processes import, too
+            "PYTHONPATH": str(root),  # child processes import from it, too
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "passive",
@@ -134,7 +134,7 @@ class Pytests:
         self.stop()
 
     def stop(self) -> None:
-        """End all of them; none is started any more."""
+        """End all of them; no more are started."""
         with self._lock:
             self._stopped = True
         for tree in self._trees.values():
@@ -142,7 +142,7 @@ class Pytests:
 
 
 def end(pid: int) -> None:
-    """In order, so that fixtures stop what they have started; then by force, with all that descends from it."""
+    """Gently first, so that fixtures stop what they have started; then by force, with all that descends from it."""
     with contextlib.suppress(psutil.NoSuchProcess):
         child = psutil.Process(pid)
         tree = child.children(recursive=True)

@@ -14,7 +14,7 @@ from vllm_kvq.formats.parts.rope import Rope
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 POSITIONS = 2048
-"""More than a case has tokens."""
+"""More than the tokens of any case."""
 
 
 @dataclass(frozen=True)

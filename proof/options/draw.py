@@ -1,4 +1,4 @@
-"""Draws combinations from what the formats declare: an option that a codec gets is drawn from that moment on."""
+"""Draws combinations from what the formats declare: an option added to a codec is drawn from then on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The properties that every combination must have; what it lacks comes back as sentences.
+"""The properties that every combination must have; what one lacks comes back as sentences.
 
 it is served by all paths that know it, with the reference's answers over its own pages (trace.py)
 what it reads back is finite and has the shape of what was stored
@@ -29,7 +29,7 @@ WISHES = {
 """The paths that a case may be judged on; one that does not know the case is left out."""
 ANSWERS = {"PyTorch": 1e-5, "C++": 1e-3, "GPU": 2e-3}
 SKETCHED = 2e-2
-"""The same of QJL's keys, but for PyTorch: their kernels round queries to 8 bits."""
+"""The same for QJL's keys, except in PyTorch: the other kernels round queries to 8 bits."""
 OUTPUT = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """The error of rounding an answer to the model's dtype."""
 MOVED = 0.03
@@ -73,7 +73,7 @@ def judge(case: Case, paths: tuple[str, ...] = tuple(WISHES)) -> Verdict:
         if path.name.split("/")[0] != name:
             continue
         verdict.paths.append(name)
-        # a GPU's kernels are interpreted: as few programs as there can be
+        # a GPU's kernels are interpreted: as few programs as possible
         trace = Trace(fmt, path, case.seed, *((1, 1) if name == "GPU" else ()))
         trace.run()
         verdict.findings += [f"{path.name}: {what}" for what in _lacks(trace, _tolerance(fmt, name))]

@@ -27,7 +27,7 @@ from vllm_kvq.formats import FORMATS
 
 DEFAULT_CASES = 200
 SERVED = [name for name, fmt in FORMATS.items() if not fmt.keys.reference_only and not fmt.values.reference_only]
-"""Those that kernels know."""
+"""Formats that kernels know."""
 INTERPRETED = (32, 64)
 """Block sizes where the GPU's kernels are interpreted, for time's sake."""
 

@@ -1,4 +1,4 @@
-"""A prompt in two chunks and a few decode steps on one path, each held against the reference cache.
+"""A prompt in two chunks and a few decode steps on one path, each compared with the reference cache.
 
 Codes may differ where two correct sums round to different sides, and later answers with them. So what a step packs is
 compared separately, and then given to the reference: answers are compared over the pages that the path has written.
@@ -42,7 +42,7 @@ class Trace:
     answers: float = field(default=0.0, init=False)
     """The largest relative error of a step's answers over its own pages."""
     moved: float = field(default=0.0, init=False)
-    """The largest share of a half's packed elements that are read back otherwise than the reference's."""
+    """The largest share of a half's packed elements that are read back differently from the reference's."""
     worse: float = field(default=0.0, init=False)
     """By how much the relative error of what was packed exceeds the reference's, at most."""
     finite: bool = field(default=True, init=False)

@@ -27,7 +27,7 @@ def differences(trace: Trace, expected: Result, got: Result) -> list[Difference]
     found = []
     for r in trace.requests:
         for i, (a, b) in enumerate(zip(expected.outputs[r.name], got.outputs[r.name], strict=True)):
-            # an aborted request may stop some tokens earlier or later under speculation
+            # an aborted request may stop a few tokens earlier or later under speculation
             length = min(len(a), len(b)) if r.abort_after is not None else max(len(a), len(b))
             if a[:length] != b[:length]:
                 at = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

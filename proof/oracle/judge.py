@@ -21,7 +21,7 @@ from proof.oracle.trace import Result, Trace
 from proof.oracle.verdict import Verdict
 
 BRIEF, SOME, MANY = 6, 24, 200
-"""Disturbed replays of a mismatch (see `judge`): the first BRIEF together with others, the rest of it by itself."""
+"""Disturbed replays of a mismatch (see `judge`): the first BRIEF together with others', the rest by themselves."""
 AT_ONCE = 40
 """Mismatches that are replayed together; the next ones only if all of these were ties."""
 GREEDY = 0.01
@@ -50,7 +50,7 @@ def judge(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result]
 
     A code that lies on the border of two cells is rounded differently by two correct float32 programs, and all later
     logits move. So mismatches are tried again with the reference's queries, keys and values disturbed by 1e-6 and its
-    outputs by the kernels' declared error. A token is a tie if one of these replays chooses it, or if its logit once
+    outputs by the kernels' declared error. A token is a tie if one of these replays chooses it, or if in one its logit
     comes closer to the chosen one's than the standard deviation with which their distance varies over these replays:
     a wrong read moves logits by far more than that. The distance often has two values, because a code is rounded up
     or down, and the engine's may be the rarer one: hence the number of replays. Ties are counted, not hidden.
@@ -108,7 +108,7 @@ def _unexplained(model: ReplayModel, lives: Sequence[Life], wrong: dict[Choice, 
 def _try(
     model: ReplayModel, lives: Sequence[Life], wrong: dict[Choice, list[float]], some: list[Choice], seeds: range
 ) -> list[Choice]:
-    """Appends the gaps of disturbed replays to `wrong`; those choices that none of the replays makes."""
+    """Appends the gaps of disturbed replays to `wrong`; returns the choices that none of the replays makes."""
     for seed in seeds:
         if not some:
             break

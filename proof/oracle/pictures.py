@@ -58,7 +58,7 @@ class Shown:
         return {"inputs_embeds": embedded[None], "position_ids": turned[:, None] if three else turned[None]}
 
     def _see(self, seed: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A picture's features, and in how many pieces it is cut, where RoPE asks for that."""
+        """A picture's features, and into how many pieces it is cut, where RoPE asks for that."""
         if seed not in self.seen:
             from transformers import AutoImageProcessor
 

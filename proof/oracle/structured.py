@@ -11,8 +11,8 @@ from proof.oracle.trace import Request
 
 
 def sampled(request: Request) -> dict[str, Any]:
-    """The part of vLLM's sampling parameters that holds the answer to the request's letters. It never comes to its end,
-    as `ignore_eos` has it for other requests."""
+    """The part of vLLM's sampling parameters that holds the answer to the request's letters. The answer never ends, as
+    with `ignore_eos` for other requests."""
     if not request.letters:
         return {}
     from vllm.sampling_params import StructuredOutputsParams

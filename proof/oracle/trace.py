@@ -10,7 +10,7 @@ LARGEST = 2**31 - 1
 
 
 def whole(what: str, value: Any, least: int) -> None:
-    """Refuses what is no whole number from `least` to LARGEST."""
+    """Refuses what is not a whole number from `least` to LARGEST."""
     if type(value) is not int or not least <= value <= LARGEST:
         raise ValueError(f"{what} is {value!r}; it takes a whole number from {least} to {LARGEST}")
 
@@ -85,7 +85,7 @@ class Trace:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Trace:
-        """ValueError, TypeError, KeyError or AttributeError where it is no trace."""
+        """ValueError, TypeError, KeyError or AttributeError if it is not a trace."""
 
         def request(fields: dict[str, Any]) -> Request:
             lists = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}

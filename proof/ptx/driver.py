@@ -1,7 +1,7 @@
 """A driver for Triton whose GPU is this package: kernels are compiled as for an NVIDIA GPU, up to their PTX.
 
 Triton asks its driver for a device, a stream, a target, and how to load and to launch a binary. Ours takes the PTX
-for the binary (ptxas is never called) and launches it on CPU tensors.
+as the binary (ptxas is never called) and launches it on CPU tensors.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Block:
         return self.spread(x).reshape(-1, 32)
 
     def run(self) -> None:
-        """To the end of all threads. Raises Fault."""
+        """Until all threads have exited. Raises Fault."""
         code, registers = self.steps, self.registers
         everyone = np.ones(self.threads, bool)
         active, whole, at = everyone, True, 0
@@ -155,7 +155,7 @@ class Block:
         self.shared.barrier()
 
     def whole_warps(self, mask: Array, source: Instruction) -> Array:
-        """Which warps act. Raises Fault where a part of one does."""
+        """Which warps act. Raises Fault where only a part of one does."""
         by_warp = mask.reshape(-1, 32)
         if (by_warp.any(1) != by_warp.all(1)).any():
             raise Fault(f"only a part of a warp executes what all of it must [{source.text}]")

@@ -13,7 +13,7 @@ from proof.ptx.types import UNSIGNED, Array
 
 
 class Fault(RuntimeError):
-    """An access outside, misaligned or racing, or a barrier that not all threads reach; a GPU may not notice it."""
+    """An access out of bounds, misaligned or racing, or a barrier that some threads miss; a GPU may not notice it."""
 
 
 @dataclass

@@ -54,7 +54,7 @@ def case(setup: Setup, stride: int) -> Case:
 
 
 def prompt(length: int) -> tuple[int, ...]:
-    """Its own from the first token on."""
+    """A prompt of its own for each length, from the first token on."""
     rng = Random(f"residue {length}")
     free = [rng.choice(WORDS) for _ in range(length - length // 2)]
     phrase = [rng.choice(WORDS) for _ in range(PHRASE)]

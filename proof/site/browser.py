@@ -114,7 +114,7 @@ class Browser:
         return found["result"].get("value")
 
     def picture(self, path: Path, whole: bool = False) -> Path:
-        """What is shown as PNG, or the whole page, however long."""
+        """A PNG of what is shown, or of the whole page, however long."""
         self.value(AT_REST)
         found = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **self._clip(whole))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ class Browser:
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
         text = json.dumps(message | ({"sessionId": session} if session else {}))
-        with contextlib.suppress(BrokenPipeError):  # it has exited, which reading its answer says
+        with contextlib.suppress(BrokenPipeError):  # it has exited, as reading its answer will show
             os.write(self._to, text.encode() + b"\0")
         end = time.monotonic() + PATIENCE
         while True:

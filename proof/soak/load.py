@@ -11,7 +11,7 @@ MODEL = "soak"
 VOCAB = 512
 MAX_LEN = 1024
 FIRST_WORD = 10
-"""Token ids below are special."""
+"""Token ids below this are special."""
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def _arguments(model: str, options: argparse.Namespace) -> list[str]:
 
 
 def _drive(server: Server, tally: Tally, options: argparse.Namespace) -> Samples:
-    """Load from all clients until the time is over; the server's memory meanwhile."""
+    """Load from all clients until time is up; the server's memory meanwhile."""
     begin = time.monotonic()
     end = begin + 60 * options.minutes
 

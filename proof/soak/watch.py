@@ -45,7 +45,7 @@ class Trend:
 
     @property
     def growth(self) -> float:
-        """Share by which the line rises from its begin to its end."""
+        """Share by which the line rises from its beginning to its end."""
         return self.end / self.begin - 1
 
 

@@ -13,14 +13,14 @@ TESTS = "tests/models/pool/test_offload.py"
 
 @dataclass(frozen=True)
 class Trial:
-    """How we know that a connector goes with packed pages, or does not."""
+    """How we know that a connector works with packed pages, or does not."""
 
     found: str
     """What happened, or what was read where."""
     started: bool = False
     """With a real engine."""
     test: str = ""
-    """Of `TESTS`, which shows it again with every run of the suite."""
+    """One of `TESTS`, which shows it again in every run of the suite."""
 
     def __post_init__(self) -> None:
         if not self.found or self.found.endswith("."):
@@ -72,7 +72,7 @@ TRIALS: Mapping[str, Trial] = {
         test=REASONS,
     ),
 }
-"""All connectors of vLLM's, in the order of the page."""
+"""All of vLLM's connectors, in the order of the page."""
 VERDICTS = {KNOWN: "allowed, on a GPU", SEVERAL: "allowed if all that it lists are"}
 WHY = {KNOWN: "copies whole blocks, whatever is in them", SEVERAL: "hands everything on"}
 HEAD = f"""\

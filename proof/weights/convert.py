@@ -39,7 +39,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """transformers reads the file and dequantizes it; what it writes is checked by nobody but who uses it."""
+    """transformers reads the file and dequantizes it; what it writes is checked by nobody but those who use it."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -56,7 +56,7 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def begin_with_bos(tokenizer: object) -> None:
-    """Gemma's texts do, and it babbles without; transformers does not read that from a GGUF file."""
+    """Gemma's texts do, and without it the model babbles; transformers does not read that from a GGUF file."""
     from tokenizers.processors import TemplateProcessing
 
     bos, number = tokenizer.bos_token, tokenizer.bos_token_id  # type: ignore[attr-defined]

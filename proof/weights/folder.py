@@ -1,4 +1,4 @@
-"""Where the real models are that `python -m proof weights` has brought."""
+"""Where to find the real models that `python -m proof weights` has brought."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     python -m proof weights .weights                   # all of them
     KVQ_WEIGHTS=.weights python -m pytest -m weights   # the tests that need them
 
-It may be stopped and started again. Nothing of it belongs into git.
+It may be stopped and started again. None of it belongs in git.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Model:
     """The hash of the GGUF file."""
     gguf_bytes: int
     checkpoint_bytes: int
-    """About."""
+    """Approximate."""
 
     def __post_init__(self) -> None:
         if not DIGEST.fullmatch(self.sha256):

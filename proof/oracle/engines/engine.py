@@ -27,13 +27,13 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
-    # vLLM's search for ngrams; numba sets OpenMP's number for the whole process
+    # vLLM's search for ngrams; numba sets OpenMP's number of threads for the whole process
     "NUMBA_NUM_THREADS": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
-"""Without it vLLM compiles functions of eager models, too (its sampler's, some norms), for seconds in each process."""
+"""Without it vLLM compiles functions of eager models, too (its sampler's, some norms): seconds in each process."""
 
 
 class TracedEngine:
@@ -46,7 +46,7 @@ class TracedEngine:
         **engine: Any,
     ) -> None:
         """`pool`: as many blocks as that many requests of the maximum length need; `far`: of a pool beyond 4 GiB;
-        `before` is called when the process is the engine's and the engine is not made yet."""
+        `before` is called in the engine's process, before the engine is made."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         for name, value in EAGER.items():
@@ -176,7 +176,7 @@ def blocks_for(model: str, pool: float, far: bool, arguments: dict[str, Any]) ->
     served = plan(EngineArgs(model, **arguments).create_engine_config())
     stride = served.pool.block_bytes if served.mixed else int(served.page_bytes)
     per_request = Capacity.of(served, 1).per_request
-    # vLLM itself counts a block more for each layer with a window
+    # vLLM itself counts one more block for each layer with a window
     least = per_request + sum(kind.layers for kind in served.pool.kinds if kind.apart)
     wanted = 1 + max(least, int(pool * per_request))
     return wanted, -(-POOL_BYTES // stride) if far else wanted

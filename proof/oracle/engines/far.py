@@ -1,7 +1,7 @@
 """Pools beyond 4 GiB, of which only the blocks that are in use take memory.
 
 A byte offset that is computed in 32 bits is right in every small pool. Here a request's blocks lie below 2 GiB, across
-2 GiB, across 4 GiB and at the end of a pool that is larger, in turns.
+2 GiB, across 4 GiB and at the end of a pool that is larger, in turn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ POOL_BYTES = 5 << 30
 SPARSE_BYTES = 1 << 30
 """Tensors of zeros from this size on take no memory until they are written."""
 MAP_NORESERVE = 0x4000
-"""Linux refuses memory that exceeds the machine's, unless it is told to keep none for it. Python's mmap has no name for
+"""Linux refuses memory that exceeds the machine's, unless it is told not to reserve any. Python's mmap has no name for
 this flag."""
 BORDERS = (1 << 31, 1 << 32)
 

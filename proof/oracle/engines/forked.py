@@ -56,7 +56,7 @@ def _forked_from(server: forkserver.ForkServer) -> Iterator[None]:
 
 
 class _Forked:
-    """A process that runs `serve(pipe, ...)`, and the other end of that pipe; an answer is (whether it is good, it)."""
+    """A process that runs `serve(pipe, ...)`, and the other end of that pipe, which brings pairs (good, answer)."""
 
     def __init__(self, variables: Mapping[str, str], serve: Callable[..., None], *arguments: Any) -> None:
         handle, log = tempfile.mkstemp(prefix="kvq-engine-", suffix=".log")

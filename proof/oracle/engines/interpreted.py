@@ -1,4 +1,4 @@
-"""vLLM's V2 model runner, which CUDA runs, on a CPU: its Triton kernels under Triton's interpreter.
+"""vLLM's V2 model runner, which is for CUDA, on a CPU: its Triton kernels under Triton's interpreter.
 
 vLLM's CPU worker has that runner, but asks for a Triton with a backend for CPUs, which torch's Triton lacks. Here a
 backend of that name says that it is active; nothing is compiled for it, because every kernel is interpreted.
@@ -47,13 +47,13 @@ def _mend_interpreter() -> None:
     splat = builder.create_splat
 
     def create_splat(shape: Any, arg: Any) -> Any:
-        """A comparison's result keeps the type of what was compared, and spread over a block it becomes one of numbers,
-        which no load takes for a mask."""
+        """A comparison's result keeps the type of what was compared, and spread over a block it is a block of
+        numbers, which no load takes as a mask."""
         truth = arg.data.dtype == bool
         return splat(shape, interpreter.TensorHandle(arg.data, int1) if truth else arg)
 
     builder.create_splat = create_splat
-    # what a kernel's loops count with: vLLM's own kernels take it for a number of Triton's
+    # the counters of a kernel's loops: vLLM's own kernels use them as numbers of Triton's
     interpreter.range = lambda *ends: map(_Index, range(*ends))
 
 

@@ -1,4 +1,4 @@
-"""The constants that an engine of the oracle has had: those that it has left in its file, or that the user named."""
+"""The constants that an engine of the oracle used: those that it left in its file, or that the user named."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Found:
-    """The pages of a hit in one layer: who wrote each, and as which of its own; None where vLLM keeps it no longer."""
+    """The pages of a hit in one layer: who wrote each, and as which of its own; None where vLLM no longer keeps it."""
 
     block: int
     """Tokens of a page."""
@@ -75,7 +75,7 @@ class Life:
 
     @property
     def writers(self) -> set[Life]:
-        """All lives of whose pages and states this one begins."""
+        """All lives whose pages and states this one begins with."""
         pages = [self.hit, *(found.pages for found in self.windows.values())]
         return {page[0] for found in pages for page in found if page is not None} | {*self.states.values()}
 
@@ -106,7 +106,7 @@ class _Sample:
         if n not in self._keys:
             found = self._keys[n] = []
             for i in range(len(self.tokens) // n):
-                # equal tokens may stand for other pictures, and an adapter makes other keys and values of them
+                # equal tokens may stand for different pictures, and an adapter makes different keys and values of them
                 shown = tuple(p for p in self.request.pictures if p.at < (i + 1) * n)
                 found.append(
                     hash((found[-1] if i else self.request.adapter, tuple(self.tokens[i * n : (i + 1) * n]), shown))

@@ -29,8 +29,8 @@ from vllm_kvq.formats import PageFormat
 
 @dataclass(frozen=True)
 class Reads:
-    """What the rows of one life read. What each of them sees is told for `some` of them: for all rows of a long prompt
-    it would take gigabytes."""
+    """What the rows of one life read. What each of them sees is given only for `some` of them: for all rows of a long
+    prompt it would take gigabytes."""
 
     rows: slice
     sinks: torch.Tensor
@@ -52,7 +52,7 @@ class Reads:
     packed_tokens: int
 
     def before(self, some: slice) -> torch.Tensor:
-        """(some, rows) which rows of the life are there, and not behind."""
+        """(some, rows) which rows of the life are there, up to the row itself."""
         earlier = (self.part < self.part[some, None]) & self.there
         return earlier | self._own(some)
 
@@ -70,7 +70,7 @@ class Reads:
         return self.boundary is not self.keys_boundary
 
     def between(self, some: slice) -> torch.Tensor:
-        """(some, packed tokens): those of the same units with only their keys read packed; none of equal windows."""
+        """(some, packed tokens): those of the same units with only the keys read packed; none if windows are equal."""
         packed, boundary = torch.arange(self.packed_tokens), self.boundary[some, None]
         return (packed >= self.first_packed) & (packed >= boundary) & (packed < self.keys_boundary[some, None])
 

@@ -25,7 +25,7 @@ from vllm_kvq.formats.by_layer import options_at
 from vllm_kvq.formats.parts.rope import Rope
 
 NOISE = 1e-6
-"""Relative size of what float32 sums in another order change."""
+"""Relative change of float32 sums when they are taken in another order."""
 
 
 def sharing_layers(config: Any) -> dict[int, int]:
@@ -110,7 +110,7 @@ class ReplayModel:
         return out.logits[0]
 
     def request(self, asked: Request | None = None) -> Replay:
-        """`asked`: whose prompt may hold pictures, and who may have an adapter."""
+        """`asked`: the request, whose prompt may hold pictures, and which may have an adapter."""
         return Replay(self, asked)
 
     def cache(self, layer: int, pages: list[Any] | None = None) -> Any:

@@ -28,7 +28,7 @@ class Part:
 
 
 def hit(fmt: PageFormat, tokens: int, alike: int) -> int:
-    """The tokens that a prompt finds of one that began alike: whole pages, and never of its newest W."""
+    """The tokens that a prompt finds of one that began alike: whole pages, and never any of its newest W."""
     return min(alike, tokens - 1 - fmt.W) // fmt.N * fmt.N
 
 

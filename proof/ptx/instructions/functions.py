@@ -32,7 +32,7 @@ def fused(a: Array, b: Array, c: Array) -> Array:
 
 
 def least(largest: bool, nan: bool) -> Function:
-    """The least or largest; for floats a number wins over NaN, except with `.NaN`."""
+    """The smallest or largest; for floats a number wins over NaN, except with `.NaN`."""
     if nan:
         return np.maximum if largest else np.minimum
     return np.fmax if largest else np.fmin
@@ -81,7 +81,7 @@ def conversion(mods: tuple[str, ...], to: str, of: str) -> Function:
             whole = (rounding or np.trunc)(x.astype(np.float64))
             whole = np.where(np.isnan(whole), 0.0, whole)
             inside = np.clip(whole, float(info.min), float(info.max))
-            top = inside >= float(info.max)  # which, with 64 bits, is no float64
+            top = inside >= float(info.max)  # with 64 bits, info.max is not a float64
             return np.where(top, info.max, np.where(top, 0.0, inside).astype(info.dtype)).astype(info.dtype)
 
         return to_integer

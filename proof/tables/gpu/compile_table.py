@@ -264,7 +264,7 @@ def report(targets: list[int], only: list[str]) -> bool:
 
 
 def row(name: str, warps: str, used: dict[int, Usage], scale: dict[int, float], multiplies: bool) -> bool:
-    """Prints a row; whether it is as it should be. `scale` makes a target's loop's instructions those per element."""
+    """Prints a row; whether it is as it should be. `scale` turns a target's instructions into those per element."""
     cells, good = [], True
     for target, u in used.items():
         per = u.loop * scale[target] if target in scale else None

@@ -1,4 +1,4 @@
-"""Which unit of a multiprocessor carries an instruction of SASS out, and how many of its lanes there are.
+"""Which unit of a multiprocessor carries out an instruction of SASS, and how many lanes that unit has.
 
 Rates per clock and multiprocessor: the table of arithmetic throughput in NVIDIA's CUDA C++ Programming Guide; loads and
 stores: the architectures' white papers. Four schedulers of a multiprocessor issue one instruction of a warp each.

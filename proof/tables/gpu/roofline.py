@@ -69,8 +69,8 @@ CHIPS = (
     Chip("L40S", 89, 0.864e12, 142, 2.52e9, 512, f"L40S: {ADA}"),
     Chip("RTX 4090", 89, 1.008e12, 128, 2.52e9, 256, f"GeForce RTX 4090: {ADA}"),
 )
-"""H100, H200 and B200 have their full rate with other matrix instructions than a warp's `mma`, which the kernels use:
-it is given an A100's rate."""
+"""H100, H200 and B200 have their full rate with matrix instructions other than a warp's `mma`. The kernels use `mma`,
+which is given an A100's rate."""
 
 
 @dataclass(frozen=True)

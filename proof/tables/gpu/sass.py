@@ -69,7 +69,7 @@ def followers(code: list[str], labels: dict[str, int]) -> list[list[int]]:
 
 
 def shortest(after: list[list[int]], first: int, last: int) -> list[int] | None:
-    """The instructions from behind `first` up to `last`, on the shortest way."""
+    """The instructions after `first` up to `last`, by the shortest path."""
     came: dict[int, int] = {}
     waiting = deque([first])
     while waiting:

@@ -40,7 +40,7 @@ Calibrate = Callable[[Sequence[Captured]], Sequence[Captured]]
 
 
 def in_sixteens(variance: Sequence[float], slots: int) -> list[int]:
-    """Sixteen channels get the same digits, those of similar variance."""
+    """Channels of similar variance get the same digits, sixteen at a time."""
     order = sorted(range(len(variance)), key=lambda c: variance[c])
     groups = [order[i : i + TOGETHER] for i in range(0, len(order), TOGETHER)]
     found = allocated([sum(variance[c] for c in group) for group in groups], slots // TOGETHER)
