@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pip_settings
 
-# Several test processes share the cores: a thread that waits for another must not keep one busy. Read by OpenMP when
-# it is loaded, that is with torch, which nothing has imported yet.
+# Several test processes share the cores: a thread that waits for another must not keep one busy. OpenMP reads this
+# when it is loaded, that is, with torch, which nothing has imported yet.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # What vLLM knows of its models' classes, which takes another process ten seconds to find out. Tests that have a cache
 # folder of their own share it.
 os.environ.setdefault("VLLM_CACHE_ROOT", os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache") + "/vllm")
-# In this process's children, see COLLECTOR in scripts/bootstrap.py.
+# For this process's children: see COLLECTOR in scripts/bootstrap.py.
 os.environ["KVQ_TESTS"] = "1"
 
 import pytest

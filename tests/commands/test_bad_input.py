@@ -275,14 +275,14 @@ for module in sys.argv[1:]:
 
 
 def test_no_parser_loads_vllm() -> None:
-    """So that wrong usage is said soon. One process makes them all: the first line that says so names whose it was."""
+    """So that wrong usage is reported soon. One process makes them all: the first line with True names the culprit."""
     modules = [command.module for command in cli.COMMANDS]
     done = subprocess.run([sys.executable, "-c", PARSERS, *modules], capture_output=True, text=True)
     assert done.stdout.splitlines() == [f"{module} False" for module in modules], done.stderr
 
 
 def test_every_variable_is_known() -> None:
-    """Those that sources read, and no other."""
+    """Those that the sources read, and no others."""
     files = [*(ROOT / "vllm_kvq").glob("**/*.py"), *(ROOT / "csrc").glob("**/*.*"), *(ROOT / "proof").glob("**/*.py")]
     own = ROOT / "vllm_kvq" / "kernels" / "variables.py"
     text = "".join(path.read_text(encoding="utf-8") for path in files if path != own)
@@ -359,7 +359,7 @@ def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_cache")
 def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked once, and for a second; where one listens, vLLM looks the name up."""
+    """It is asked once, and not for long; where one listens, vLLM looks the name up."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listening.getsockname()[1]}")

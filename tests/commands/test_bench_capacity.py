@@ -103,7 +103,7 @@ def test_the_load_has_a_seed_and_the_server_its_bytes(tmp_path: Path) -> None:
     one = capacity.server(tmp_path, "kitty2", LOAD, tmp_path / "log", {"S": 8})
     assert "--kv-cache-memory-bytes 1048576" in one.shown
     assert '--additional-config \'{"kvq": {"S": 8}}\'' in one.shown
-    # it would count on a CPU, and not the flag
+    # on a CPU it would count instead of the flag
     assert one.without == {"VLLM_CPU_KVCACHE_SPACE"}
 
 

@@ -28,7 +28,7 @@ from vllm_kvq.kernels.cpu.processor import processor_name
 
 NAMES = NINE.split(",")
 CSVS = {"chunk": "prefill", "gpu": "gpu-dry-run-times-mean-nothing"}
-"""Files that are not called what their command is."""
+"""Files that are not named after their command."""
 Drawn = list[tuple[dict[str, Curves], figures.Scale]]
 
 
@@ -37,7 +37,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def by_name(table: Table) -> dict[str, dict[str, str]]:
-    """The first row of each name in the table's first column, by the heads."""
+    """The first row of each name in the table's first column; its cells by their heads."""
     return {row[0]: dict(zip(table.head, row, strict=True)) for row in reversed(table.rows)}
 
 
@@ -59,7 +59,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
 # -- what is written --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "plot"])
 def test_nothing_is_written_without_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But a plot, which is what `bench plot` is asked for. Nor does a command limit the caches of what its caller runs
+    """Except the plot that `bench plot` is asked for. Nor does a command limit the caches of what its caller runs
     next."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
@@ -73,7 +73,7 @@ def test_nothing_is_written_without_out(name: str, tmp_path: Path, monkeypatch: 
 def test_a_report_numbers_and_a_plot_are_written(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where one JSON document is printed, which stays one."""
+    """Even with --json, which still prints one JSON document."""
     ran = run(name, tmp_path, monkeypatch, True, "--json")
     assert ran.status == (1 if name == "decode" else 0)
     assert capsys.readouterr().out.startswith("{\n")
@@ -209,7 +209,7 @@ def test_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: Drawn) -> N
 
 
 def test_the_page_of_a_csv_has_the_numbers_that_were_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them, of what an H200 has measured, in the order in which they were printed."""
+    """Each of them, of what was measured on an H200, in the order in which they were printed."""
     ran = run("plot", tmp_path, monkeypatch)
     steps, growth, packing, chunk = ran.tables
     printed = [line.split() for line in H200.with_suffix(".md").read_text().splitlines() if line.startswith("    ")]
@@ -284,7 +284,7 @@ def test_one_context_makes_bars_with_their_figures(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("contexts", [(1024,), (1024, 4096)])
 def test_what_is_slower_than_all_bars_and_curves_is_in_the_plot(contexts: tuple[int, ...], tmp_path: Path) -> None:
-    """bf16 stands at 1 also where everything is far below it."""
+    """bf16 stands at 1 even where everything else is far below it."""
     curves: Curves = {"kitty2": [(context, 0.1) for context in contexts]}
     picture = figures.draw(tmp_path / "a.png", {"": curves}, "title", figures.times("bf16"))
     assert {"1.0", "bf16"} <= {*texts(picture)}

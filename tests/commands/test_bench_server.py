@@ -30,7 +30,7 @@ Start = Callable[[str], Server]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts a server that is this Python program, and has said its first words. Nobody listens at its URL."""
+    """Starts a server that is the given Python program, and waits for its first words. Nobody listens at its URL."""
     monkeypatch.setattr(server, "DYING_SECONDS", 5)
     monkeypatch.setattr(server, "vllm_command", lambda: ["vllm"])
     started: list[Server] = []
@@ -110,7 +110,7 @@ def test_requests_without_an_answer(start: Start, tmp_path: Path, monkeypatch: p
 def test_servers_on_a_gpu(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The script goes on with the next one."""
+    """When one dies, the script goes on with the next."""
     spec = importlib.util.spec_from_file_location("gpu_serve", ROOT / "bench" / "gpu_serve.py")
     assert spec is not None
     assert spec.loader is not None

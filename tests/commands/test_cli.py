@@ -182,7 +182,7 @@ def test_a_command_imports_nothing_of_the_others() -> None:
     names = loaded.splitlines()[-1].split()
     assert "vllm_kvq.cli.formats" in names
     others = [n for n in names if n.startswith(("vllm_kvq.bench", "vllm_kvq.eval", "vllm_kvq.integration"))]
-    peers = [n for n in others if n.startswith("vllm_kvq.eval.peers")]  # formats, of which the command has all
+    peers = [n for n in others if n.startswith("vllm_kvq.eval.peers")]  # formats, and the command lists all of them
     assert others == ["vllm_kvq.eval", *peers]
     assert not {"vllm", "rich", "vllm_kvq.cli.check.one", "vllm_kvq.cli.doctor"} & {*names}
 
@@ -260,7 +260,7 @@ REFUSED = [
 def test_a_refusal_as_json(
     command: str, status: int, error: str, instead: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same status, and the same words, as a sentence."""
+    """The same status and the same words as the refusal in a sentence."""
 
     def run(words: list[str]) -> int:
         try:
@@ -296,7 +296,7 @@ def test_a_table_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: 
     TABLE.show()
     printed = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     assert "─" in printed
-    # text as it is, and no markup of rich's
+    # text as it is, not read as rich's markup
     assert "[a]" in printed
     assert {"name", "size", "longer", "1.5", "20"} <= {*re.findall(r"[\w.]+", printed)}
 

@@ -69,7 +69,7 @@ def test_ratios_are_times_as_fast(clock: Clock) -> None:
     assert rows["bf16"].ratio == pytest.approx({"bf16": 1.0, "fp8": 0.625})
     assert (rows["squat2"].ms, rows["squat2"].best) == pytest.approx((2.0, 2.0))
     assert rows["squat2"].gb_per_s == pytest.approx(5.0)
-    # ten million bytes take a copy one millisecond
+    # a copy of ten million bytes takes one millisecond
     assert rows["squat2"].floor == pytest.approx(2.0)
     assert rows["squat2"].limit == pytest.approx({"bf16": 6.4, "fp8": 3.2})
 
@@ -103,7 +103,7 @@ def test_caches_exceed_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_sides_are_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bytes in as many different places."""
+    """The same number of bytes for each side, and a place of its own for each step."""
     monkeypatch.setattr(steps, "last_level_cache", lambda: 1 << 20)
     shape = Shape(256, 1, 4, 1, 64, 128)
     for candidate in (steps.vllm_candidate(shape, "auto"), steps.kvq_candidate(shape, "kitty2")):
@@ -153,7 +153,7 @@ def test_an_engine_of_decode_leaves_memory_to_the_other(
 
 
 def test_decode_holds_two_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bf16's and one format's, also when an engine's parts refer to each other."""
+    """bf16's and one format's, even when an engine's parts refer to each other."""
     alive: weakref.WeakSet[Engine] = weakref.WeakSet()
     most = 0
 
@@ -301,7 +301,7 @@ def test_prefill(one_layer: MagicMock) -> None:
 
 
 def test_gpu_rows() -> None:
-    """1 us against 3 us of bf16 and 2 of fp8; half a megabyte a microsecond is half of what a copy reads and writes."""
+    """1 us against 3 us for bf16, 2 for fp8; half a megabyte a microsecond is half of what a copy reads and writes."""
     row = gpu.line("squat2", GPUShape(8, 1024), 1e-6, 3e-6, 2e-6, 1.5e-6, 500_000, 1e12).split()
     assert row == ["squat2", "8", "1024", "1.0", "3.0", "2.0", "1.5", "3.00", "2.00", "0.5", "50%"]
     assert gpu.line("x", GPUShape(1, 1), 1e-6, 3e-6, None, 1e-6, 1, 1e12).count("n.m.") == 2

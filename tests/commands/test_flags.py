@@ -117,7 +117,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def flags_of_instruments() -> Iterator[tuple[str, dict[str, str]]]:
-    """Each flag of `python -m proof`'s commands, with what it is declared with, as it is written."""
+    """Each flag of `python -m proof`'s commands, with the arguments that declare it, as they are written."""
     for path in (ROOT / "proof").glob("**/*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):

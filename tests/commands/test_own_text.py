@@ -72,7 +72,7 @@ def test_one_sentence(words: str, files: Path, model: Path, capsys: pytest.Captu
 
 
 def test_too_few_tokens_are_counted(files: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bytes enough, but not tokens; and two files are enough together."""
+    """Enough bytes, but not enough tokens; two files together have enough."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -119,7 +119,7 @@ def test_refusals_wait_for_no_package(files: Path, model: Path) -> None:
 
 # -- which tokens -----------------------------------------------------------------------------------------------------
 def numbers(text: str, add_special_tokens: bool = True) -> SimpleNamespace:
-    """A tokenizer whose texts are numbers, and that begins with -1."""
+    """A tokenizer of texts that are numbers; it begins each text with -1."""
     return SimpleNamespace(input_ids=[-1] * add_special_tokens + [int(word) for word in text.split()])
 
 

@@ -39,7 +39,7 @@ EVIL = "</td><script>alert(1)</script>&amp;"
 
 @dataclass
 class Read(HTMLParser):
-    """A page's elements, the text in each kind of them, and whether they are closed in their order."""
+    """A page's elements, the text in each kind of them, and whether they are closed in the right order."""
 
     text: str
     tags: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
@@ -146,7 +146,7 @@ def test_every_table_and_plot_is_in_it(written: Written) -> None:
     read = written.read
     cells = [[*table.head, *(cell for row in table.rows for cell in row)] for table in written.tables]
     shown = [*read.texts["th"], *read.texts["td"]]
-    wanted = [cell.replace("\n", "") for of in cells for cell in of]  # an element parts a head's lines
+    wanted = [cell.replace("\n", "") for of in cells for cell in of]  # an element separates a head's lines
     assert sorted(shown) == sorted(wanted)
     assert len(wanted) > 20
     assert [svg["aria-label"] for svg in read.all("svg")] == [picture.title for picture in written.drawn]

@@ -86,10 +86,10 @@ FOREIGN = ("argument --kv-cache-dtype", "PackageNotFoundError", "Available memor
 
 
 def test_troubleshooting_explains_messages_that_exist() -> None:
-    """Word by word between what a message fills in."""
+    """Word for word, except for what a message fills in."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").replace("\n", " ")
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "vllm_kvq").glob("**/*.py"))
-    said = re.sub(r'"\n\s*f?"', "", sources)  # a sentence may go on in the next line
+    said = re.sub(r'"\n\s*f?"', "", sources)  # a sentence may continue on the next line
     headings = [m for heading in re.findall(r"\*\*(.*?)\*\*", text) for m in re.findall(r"`([^`]*)`", heading)]
     ours = [message for message in headings if not message.startswith(FOREIGN)]
     assert len(ours) > 6
@@ -119,7 +119,7 @@ def test_numbers_of_requests_are_those_of_the_recorded_runs(page: str) -> None:
 
 
 def test_recorded_results_name_models_and_no_folders() -> None:
-    """`eval` writes the model as it was given, which may be a path of the machine that measured."""
+    """`eval` writes the model as it was given, which may be a path on the machine that measured."""
     folder = ROOT / "docs" / "results" / "quality"
     paths = [*folder.glob("real-*.csv"), *folder.glob("generated-*.csv")]
     models = {line.partition(",")[0] for path in paths for line in path.read_text(encoding="utf-8").splitlines()[1:]}

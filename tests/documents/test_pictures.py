@@ -107,7 +107,7 @@ def test_each_picture_is_in_a_document() -> None:
 
 
 def test_each_picture_is_one_that_is_drawn_from_what_is_recorded() -> None:
-    """No other one lies among the documents: nobody would notice that it has become old."""
+    """No other one lies among the documents: nobody would notice that it is out of date."""
     known = {FOLDER / name for name in (RECORDING, *map(file_name, PICTURES))}
     there = {path for ending in ("png", "svg", "jpg") for path in (ROOT / "docs").rglob(f"*.{ending}")}
     of_a_gpu = {*(ROOT / "docs" / "results").glob("gpu-*.png")}  # bench/gpu.sh leaves it there, and git ignores it

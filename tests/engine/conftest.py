@@ -48,7 +48,7 @@ def plain_samples(run: Run) -> Result:
 
 @pytest.fixture(scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.wide)])
 def runner(request: pytest.FixtureRequest) -> Iterator[str]:
-    """vLLM's model runner in the engines that a module starts. A step of V2 is interpreted here, which takes long:
+    """vLLM's model runner in the engines that a module starts. A step of V2 is interpreted here, which is slow:
     test_v2.py has few of each kind."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(RUNNER, "1" if request.param == "V2" else "0")

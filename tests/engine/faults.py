@@ -1,4 +1,4 @@
-"""Faults for the fuzzer to find, planted into a running engine (functions for `EngineProcess`)."""
+"""Faults for the fuzzer to find, planted in a running engine (functions for `EngineProcess`)."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ LOST = 20
 
 
 def one_page_lost(engine: Any) -> None:
-    """From the 21st page of a request on, the block table is one page behind: page 20 is written over."""
+    """From the 21st page of a request on, the block table is one page behind: page 20 is overwritten."""
     for layer in packed_layers(engine):
         run = layer.run
 

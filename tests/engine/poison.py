@@ -51,7 +51,7 @@ class _Poisoned:
             pages.copy_(saved)
 
     def _decode(self, batch: StepBatch, caches: Caches, *tensors: torch.Tensor) -> int | None:
-        """Such a step packs, too: what it may write stays as it left it, and everything else as before."""
+        """Such a step packs, too: what it may write stays as the step left it, and everything else as it was before."""
         self.requests = Requests.of(batch)
         headers = self.layer.sidecar.slots_geometry.headers(caches.sidecar)
         headers = headers[torch.from_numpy(self.requests.sidecar[:, 0]).long()]

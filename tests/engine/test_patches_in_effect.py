@@ -95,8 +95,8 @@ def test_a_patch_that_something_undoes_is_noticed(patch: Patch, monkeypatch: pyt
 
 
 def test_our_variables_are_known_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM refuses variables VLLM_* that it does not know with --fail-on-environ-validation, else it warns. What is not
-    set stays out of the key of its compile cache."""
+    """With --fail-on-environ-validation vLLM refuses VLLM_* variables that it does not know; otherwise it warns. Those
+    that are not set stay out of the key of its compile cache."""
     from vllm import envs
     from vllm.platforms import current_platform
 

@@ -41,7 +41,7 @@ def outputs(engine: EngineProcess, traces: list[Trace]) -> list[dict[str, list[l
 
 
 def told(engine: EngineProcess, traces: list[Trace]) -> Any:
-    """The outputs, or the loud failure that a poisoned page header is."""
+    """The outputs, or the loud failure that a poisoned page header causes."""
     try:
         return outputs(engine, traces)
     except EngineFailed as error:

@@ -100,7 +100,7 @@ def test_tokens_are_the_references(asynchronous: bool, model: Path) -> None:
 
 
 def test_the_gpu_path(run: Any, written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one layer: each takes as long as all that the runner itself does."""
+    """With one layer: each takes as long as everything that the runner itself does."""
     model = written(**SMALL | {"layers": 1})
     monkeypatch.setenv("VLLM_KVQ_GPU_PATH", "1")
     monkeypatch.setenv("VLLM_KVQ_KERNELS", "torch")
@@ -115,7 +115,7 @@ def test_the_gpu_path(run: Any, written: Written, monkeypatch: pytest.MonkeyPatc
 def warm_up(engine: Any) -> None:
     """What vLLM's worker for GPUs does before the first request, and the one for CPUs from 0.33 on.
 
-    It makes requests, and reserves for them what it thinks that they need.
+    It makes requests, and reserves for them what it thinks they need.
     """
     assert warmup.WARMED_UP.problem() is None
     assert warmup.WARMED_UP.in_effect()

@@ -223,7 +223,7 @@ def test_kernels_that_read_something_else(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_kernels_that_answer_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a number is not below the bound."""
+    """NaN is not below the bound."""
     from vllm_kvq.eval.conformance import checks
 
     whole = checks.kernels_for

@@ -69,7 +69,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 def test_without_a_file_they_are_those_that_a_server_would_fit(
     model: Path, server: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To a bit, and kept where the server keeps them."""
+    """Bit for bit, and kept where the server keeps them."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert Known(str(model), "float32").digest("klt3", {}) == server[1]
     assert [file.name for file in kept_in(tmp_path)] == [file.name for file in kept_in(server[0])]
@@ -77,7 +77,7 @@ def test_without_a_file_they_are_those_that_a_server_would_fit(
 
 
 def test_a_file_is_read(model: Path, server: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By reading, with the constants of each layer; and another file's constants are another measurement."""
+    """In the reading regime, with the constants of each layer; another file's constants are another measurement."""
     from vllm_kvq.integration.preview import constants as preview
 
     def never(*_: object) -> None:
@@ -141,7 +141,7 @@ def test_no_server_no_constants(model: Path, tmp_path: Path, monkeypatch: pytest
 def test_a_server_serves_what_the_users_text_gave(
     model: Path, server: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Where it looks by itself, in the place of what is there; and by name, which leaves nothing there."""
+    """Where it looks by itself, in place of what is there; and by name, which leaves nothing there."""
     text = tmp_path / "text.txt"
     text.write_text(LONG)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -170,7 +170,7 @@ def test_a_server_serves_what_the_users_text_gave(
 
 
 def test_each_servers_constants_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked once, by format and options: layers that are skipped have none."""
+    """Asked once for each format and its options: layers that are skipped have none."""
     asked: list[Any] = []
 
     def found(self: Known, server: Any) -> Any:

@@ -62,7 +62,7 @@ def test_a_default_is_a_suite(module: str, which: str) -> None:
 
 
 def test_the_usual_formats_are_those_that_are_recommended() -> None:
-    """The first is the one, which `bench` takes by default; KIVI is the baseline."""
+    """The first is the recommended one, which `bench` takes by default; KIVI is the baseline."""
     usual = suite("usual")
     recommended = BUDGETS[RECOMMENDED].formats
     assert usual[0] == recommended[0]

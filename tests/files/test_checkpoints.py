@@ -48,5 +48,5 @@ def test_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("config.json", "model.safetensors"):
         (folder / name).write_bytes(bytes(1000))
     assert checkpoint_bytes(config("some/model").model_config) == 1000
-    # no name of a model
+    # not the name of a model
     assert checkpoint_bytes(config("s3://some/model").model_config) == 0

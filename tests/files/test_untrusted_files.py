@@ -80,7 +80,7 @@ def test_a_good_case() -> None:
 def test_any_json_in_the_place_of_a_case(data: Any) -> None:
     case = refused(lambda: Case.from_json(data))
     if case is not None:
-        # what is taken can be run, and written again
+        # what is accepted can be run, and written again
         assert case.traces[0].reset
         assert all(len(r.prompt) + r.max_tokens <= MAX_LEN for t in case.traces for r in t.requests)
         assert case.setup.arguments("draft")["block_size"] % 32 == 0

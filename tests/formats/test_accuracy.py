@@ -160,8 +160,8 @@ def test_innerq_needs_its_norm(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_squat_with_a_much_longer_prompt() -> None:
-    """Queries 10 times as large are as a prompt 100 times as long: the noise grows with them. Under the paper's rule
-    that is as a lambda 100 times as large: two blocks don't mind, four do under RoPE."""
+    """Queries 10 times as large act like a prompt 100 times as long: the noise grows with them. Under the paper's rule
+    that is like a lambda 100 times as large: two blocks don't mind, four do under RoPE."""
     query, key, value = attention_data(128, rope=True)
 
     def error(size: float, g: int, **options: int) -> float:

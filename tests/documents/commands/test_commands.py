@@ -19,7 +19,7 @@ WALKED = {page for walk in WALKS.values() for page in walk.pages}
 PAGES = documented.every_page()
 OURS = "vllm-kvq|vllm serve|vllm run-batch|python -m vllm_kvq|python -m proof"
 STAND_INS = {
-    # the format of the page on adding one, which is not installed
+    # the format that the page on adding one shows, which is not installed
     r"\bint4_hadamard(:hadamard_group=16)?\b": "polar4",
     # what the reader has, or a command writes
     r"\b(chats\.txt|code\.py|FILE)$": "README.md",
@@ -27,7 +27,7 @@ STAND_INS = {
     r"^(NAME|FORMAT|F|\.\.\.)(?=$|,)": "polar4",
     r"^(TOKENS|N)$": "1024",
 }
-"""What is written -> what a parser takes that finds nothing of the reader's."""
+"""What is written -> what a parser takes in its place where it finds nothing of the reader's."""
 
 
 def shown(page: str) -> list[pages.Command]:
@@ -43,7 +43,7 @@ def runs(page: str, folder: Path) -> list[tuple[pages.Command, tuple[str, ...]]]
 
 
 def unaccounted(page: str, folder: Path) -> list[str]:
-    """Commands without an account, and accounts of other numbers of commands."""
+    """Commands without an account, and accounts with the wrong number of commands."""
     starting = dict.fromkeys(command for command, _ in runs(page, folder))
     named = Counter(documented.account(page, command.text) for command in starting)
     wrong = [str(command) for command in starting if documented.account(page, command.text) is None]
@@ -102,7 +102,7 @@ def test_prose_is_there(page: str) -> None:
 
 @pytest.mark.parametrize("added", ["vllm-kvq doctor --patches", "vllm-kvq eval .weights/gemma-3-270m --quick"])
 def test_a_new_command_is_noticed(added: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that begins as others do."""
+    """Even one that begins as others do."""
     page = "docs/quality.md"
     text = (ROOT / page).read_text(encoding="utf-8")
     (tmp_path / "docs").mkdir()

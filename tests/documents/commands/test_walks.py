@@ -133,7 +133,7 @@ def test_a_cpu_box(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     printed = walk.take(CPU_BOX, walk.clone(tmp_path / "clone"), walk.environment(home))
-    # two servers of the README; another one of it, the quickstart's, and its script
+    # two servers in the README; another one there, the quickstart's, and its script
     assert [printed.count(f"kvq: format={name}") for name in ("kitty2", "klt3")] == [2, 3]
     assert '"completion_tokens":32' in printed
 

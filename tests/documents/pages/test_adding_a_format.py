@@ -61,7 +61,7 @@ def test_the_peers_are_listed() -> None:
 
 
 def test_codes_lie_in_planes_as_the_page_says() -> None:
-    """The bytes of keys and of values in which each channel's code is, and where there."""
+    """The byte of keys and of values that holds each channel's code, and where in it."""
     sentence = r"At d = (\d+) and (\d) bits, the first byte of a token has the codes of channels (.*?), from"
     (said,) = re.findall(sentence, " ".join(DOC.split()))
     d, bits, channels = int(said[0]), int(said[1]), [*map(int, re.findall(r"\d+", said[2]))]

@@ -24,7 +24,7 @@ def test_there_are_commands() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands(command: str) -> None:
     words = command.split()
-    if words[0] == "make":  # CI has run it before the tests: here only that there is such a target
+    if words[0] == "make":  # CI has run it before the tests: here it is enough that there is such a target
         words.insert(1, "--dry-run")
     else:
         words[:1] = [sys.executable, "-m", "vllm_kvq"] if words[0] == "vllm-kvq" else [sys.executable]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 PAGE = Path(__file__).parents[3] / "docs" / "choosing.md"
 LENGTHS = (1024, 4096, 32768, 131072)
 LEFT_OUT = {"polar4_v16", "squat2_pre"}
-"""Public formats that are there to be compared with papers."""
+"""Public formats that exist only to be compared with papers."""
 
 
 def rows() -> dict[str, list[float]]:

@@ -38,7 +38,7 @@ def test_errors(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     rows = capsys.readouterr().out.splitlines()[1:]
     for choice in choices(command[1]):
         cells = next(row for row in rows if row.startswith(f"{choice.label} ")).split()[2:]
-        # zeros in the place of keys have an error of 1
+        # zeros in place of keys have an error of 1
         assert all(0 < float(cell) < 1 for cell in cells)
 
 

@@ -25,7 +25,7 @@ KNOWN = {
     "slow-stop": "After SIGTERM a server stays as long as clients keep streams open",
     "eager-pipeline": "Pipeline parallelism without a compiled model crashes on a CPU",
 }
-"""Title by name of a known fault."""
+"""The titles of known faults, by their names."""
 
 
 @dataclass(frozen=True)

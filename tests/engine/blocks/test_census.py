@@ -121,7 +121,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_it_is_taken_once_a_second_and_at_both_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it takes no time: a slow machine would take it less often."""
+    """Where a census takes no time: a slow machine would take it less often."""
     now = [100.0]
     monkeypatch.setattr(held.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(held.time, "thread_time", lambda: 0.0)
@@ -142,7 +142,7 @@ def test_it_is_taken_once_a_second_and_at_both_ends(folder: Path, monkeypatch: p
 
 
 def test_a_scrape_sees_one_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that comes between the numbers of the next."""
+    """Even one that comes while the numbers of the next are written."""
     now, seen = [100.0], []
     monkeypatch.setattr(held.time, "monotonic", lambda: now[0])
     write = metrics.MmapedDict.write_value
@@ -164,7 +164,7 @@ def test_a_scrape_sees_one_count(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_counts_are_seen_after_the_clock_was_set_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker has written zeros at start, in a file of its own; of a gauge's values the newest counts."""
+    """A worker has written zeros at its start, in a file of its own; of a gauge's values, the newest counts."""
     metrics.Series("tiny", "0").set(metrics.PACKED, 0)
     assert scrape(folder)["vllm:kvq_packed_tokens"] == 0
     now = time.time()
@@ -235,7 +235,7 @@ def test_without_a_reader_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_a_full_disk_stops_no_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel refuses the room for the files; what was counted before stays, and later counts are exported again."""
+    """The kernel refuses room for the files; what was counted before stays, and later counts are exported again."""
     scheduler, now = Scheduler({"a": 640}), [100.0]
     monkeypatch.setattr(held.time, "monotonic", lambda: now[0])
     held.take_census(scheduler)

@@ -174,7 +174,7 @@ def test_what_vllm_asks_of_the_specs() -> None:
     side, sinks = spec(SidecarSpec, SIDE, **{**RING, "window": 96}), spec(SinkSpec, SINKS)
     config: Any = SimpleNamespace(model_config=SimpleNamespace(max_model_len=100 * N))
     for of, blocks in ((side, SIDE), (sinks, SINKS)):
-        # one block of a request, however long it is
+        # the blocks of one request, however long it is
         assert of.max_memory_usage_bytes(config) == blocks * 1024
         # vLLM indexes a row of the table by position // block size
         assert of.max_num_blocks_per_req(config, 100 * N) == 100

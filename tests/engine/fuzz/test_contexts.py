@@ -1,4 +1,4 @@
-"""`python -m proof contexts`: what it asks, a run of a short one, and that a single wrong page of thirty is found."""
+"""`python -m proof contexts`: what it asks, a run with a short context, and that one wrong page in thirty is found."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ CASES = sorted((Path(__file__).parent / "cases").glob("*.json"))
 
 @pytest.mark.slow
 def test_a_short_run_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each format has an engine, even if fewer would judge as many requests."""
+    """Each format has an engine, even if fewer engines could judge as many requests."""
     for name in ("OMP_NUM_THREADS", "PYTHONWARNINGS"):  # the command sets them for its own process
         monkeypatch.setenv(name, os.environ.get(name, ""))
     report = tmp_path / "report.json"
@@ -49,7 +49,7 @@ def test_copies_of_real_models(name: str, model: Path, weights: Callable[[str], 
 
 
 def stale(model: Path) -> Finding:
-    """What a session says of it; 16 requests over a small pool, in which blocks change hands."""
+    """What a session says of a stale page; 16 requests over a small pool, in which blocks change hands."""
     session = Session(str(model), seed=23, seconds=60, formats=["squat2"], jobs=1, prepare=stale_page, episode=1)
     session.run()
     assert session.finding is not None

@@ -1,4 +1,4 @@
-"""`python -m proof residues`: some lengths of all find nothing, and a fault at one residue in 64 is found."""
+"""`python -m proof residues`: a few of all the lengths find nothing, and a fault at one residue in 64 is found."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_residue_and_cut_is_asked() -> None:
     for length in every:
         one = requests[f"cold{length}"]
         assert len(one.prompt) == length
-        # the last token of an answer is read by none
+        # nothing reads the last token of an answer
         assert (length + one.max_tokens - 1) // N > length // N, "the answer passes the border"
         assert requests[f"hit{length}x0"].prompt == one.prompt
         for shared in range(1, length // N + 1):

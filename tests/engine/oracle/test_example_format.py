@@ -41,7 +41,7 @@ ROTATED = "    def query_features(self, query: torch.Tensor) -> torch.Tensor:\n 
 
 
 def changed(to: str) -> Callable[[str], str]:
-    """The example with something else in the place of the rotation of queries."""
+    """The example with something else in place of the rotation of queries."""
 
     def change(code: str) -> str:
         assert ROTATED in code

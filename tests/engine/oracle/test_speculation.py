@@ -28,7 +28,7 @@ LOSSLESS: dict[str, Any] = {
 BLOCKS = 60
 """They admit several requests and then run out."""
 OFTEN = "eagle3"
-"""Its drafts are made of several layers' hidden states, and its cache has another layer than the other methods'."""
+"""Its drafts are made from several layers' hidden states, and its cache has another layer than the other methods'."""
 
 
 @pytest.fixture(scope="module")

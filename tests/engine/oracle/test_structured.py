@@ -1,4 +1,4 @@
-"""Structured output: answers that a grammar holds to some letters are the reference's choice among tokens of these."""
+"""Structured output: answers that a grammar holds to letters are the reference's choice among those letters' tokens."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_token_is_the_references(answers: Callable[[Trace], Result], writt
     allowed = reference.vocabulary.made_of(LETTERS)
     for name in ("held", "stops", "repeats", "long"):
         assert allowed[got.outputs[name][0]].all()
-    # answers that no grammar holds are others, and are found
+    # answers that no grammar holds are different, and are noticed
     assert any(m.startswith("held") for m in judge(reference, [asked()], [free]).mismatches)
     # a judge that knows of no grammar would not choose these tokens
     assert judge(reference, [free_of_the_grammar(asked())], [got]).mismatches
@@ -92,7 +92,7 @@ def test_stop_tokens_are_ruled_out(written: Written) -> None:
 
 
 def test_bytes_that_are_letters(tmp_path: Path) -> None:
-    """Where bytes have tokens of their own, as in SentencePiece, these say a letter, too."""
+    """Where bytes have tokens of their own, as in SentencePiece, these can spell a letter, too."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""The replay of whole lives is the step-by-step reference, all at once: equal logits, however the scheduler cuts."""
+"""The replay of whole lives is the step-by-step reference, all at once: equal logits, wherever the scheduler cuts."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_equal_logits_beside_exact_layers(model: Path) -> None:
         replay = ReplayModel(str(model), "squat2", 64, DRAFTS, exact=exact, W=0)
         expected, got = stepwise(replay, made), Whole(replay, made).logits(rows)
         assert ((expected - got).abs().amax(1) < 1e-2).float().mean() > 0.9
-        # of the hit by itself
+        # the same for the hit by itself
         behind = rows[-sum(len(p.tokens) for p in made[2].parts) :]
         assert ((expected - got)[behind].abs().amax(1) < 1e-2).float().mean() > 0.9
         logits.append(got)

@@ -108,7 +108,7 @@ def test_constants_are_those_of_the_tokens(name: str, tmp_path: Path, monkeypatc
 
 @pytest.fixture(scope="module")
 def fitted(written: Written, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
-    """A model, a cache that its first start has left a file in, and what that start was."""
+    """A model, a cache in which its first start has left a file, and the results of that start."""
     model, cache = written(**SMALL), tmp_path_factory.mktemp("cache")
     return model, cache, start(model, cache, ARGUMENTS, traces=[prompt()])
 

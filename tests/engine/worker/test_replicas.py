@@ -1,6 +1,6 @@
 """Four ranks of tensor parallelism and two KV heads, in one process, with a group that gives each the others' data.
 
-The same by processes: tests/processes.
+The same with processes: tests/processes.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ def test_pages_are_those_of_one_process(queries: torch.Tensor, monkeypatch: pyte
     for rank in range(RANKS):
         own, head = as_rank(monkeypatch, Group(queries, rank)), rank // COPIES
         made.append(packed(own, key[:, head : head + 1], value[:, head : head + 1], gather))
-        # sums of one head are computed in another order than those of two
+        # sums of one head are computed in a different order from those of two
         assert (made[-1][:, 0] != whole[:, head]).float().mean() < 2e-3
     assert torch.equal(made[0], made[1])
     assert torch.equal(made[2], made[3])
-    # the control: only a rank's own queries make other pages
+    # the control: a rank's own queries alone make different pages
     alone = packed(queries[:, :EACH], key[:, :1], value[:, :1], None)
     assert (alone != made[0]).float().mean() > 0.01

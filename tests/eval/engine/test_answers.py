@@ -19,7 +19,7 @@ COMMAND = ["demo", "--formats", "squat2,polar4", "--tasks", "needles,text", "--c
 
 
 class MadeUp:
-    """Always says the same thing after the tokens that it is given; starts, except for `refused`."""
+    """Always says the same thing after the tokens that it is given; starts unless the format is `refused`."""
 
     refused = ""
     asked: list[Generate]

@@ -24,7 +24,7 @@ def test_the_last_line_that_says_something(said: str | None, last: str | None, t
 
 @pytest.mark.parametrize("job", [Score, Generate, Complete])
 def test_an_engine_that_died_between_two_jobs(job: type, tmp_path: Path) -> None:
-    """Sending finds that out, and that is no other failure than an answer that never comes."""
+    """Sending finds that out, and the failure is the same as when an answer never comes."""
     engine = Engine.__new__(Engine)
     engine._log = tmp_path / "log"
     engine._log.write_text("killed by the kernel\n\n", encoding="utf-8")

@@ -23,7 +23,7 @@ SHAPE = {"hidden": 128, "layers": 4, "dtype": "bfloat16"}
 
 @pytest.fixture(autouse=True)
 def captured_once(model: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One engine for all of them."""
+    """One engine for all tests."""
 
     def once(path: str, texts: Sequence[tuple[int, ...]], dtype: str) -> Captured:
         key = (path, tuple(texts), dtype)
@@ -96,7 +96,7 @@ def test_lengths_that_the_model_has_not(
 
 
 def needs_rope(name: str) -> bool:
-    """Whether it has to know how RoPE turns the model's keys."""
+    """Whether the format has to know how RoPE turns the model's keys."""
     fmt = FORMATS[name]
     return fmt.keys.pairs_channels or fmt.settings().get("rope") == "before"
 

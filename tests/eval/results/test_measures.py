@@ -107,7 +107,7 @@ def test_means_weigh_tokens_and_intervals_sequences() -> None:
     values = Values(np.array([1.0, 1, 1, 5]), np.array([0, 0, 0, 1]))
     estimate = mean(values)
     assert estimate.value == 2
-    # drawn are: twice the first, both, twice the second
+    # what may be drawn: the first twice, both, the second twice
     assert (estimate.low, estimate.high) == (1, 5)
 
 
@@ -145,7 +145,7 @@ def test_quantiles(q: float) -> None:
 
 
 def test_a_quantiles_interval_draws_the_sequences_of_its_numbers() -> None:
-    """Twice the first: five; both, or twice the second: one."""
+    """The first twice: five; both, or the second twice: one."""
     found = quantile(Values(np.array([5.0, 1, 1, 1]), np.array([0, 1, 1, 1])), 0.5)
     assert (found.value, found.low, found.high) == (1, 1, 5)
 

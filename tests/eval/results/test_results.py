@@ -79,7 +79,7 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
 
 
 def test_an_interval_without_an_end_is_saved(tmp_path: Path) -> None:
-    """At levels that few texts can't reach: JSON has no infinity either."""
+    """At levels that can't be reached with few texts: JSON has no infinity, either."""
     claim = Claim("squat2", "fp8", FULL.regime, FULL.task, FULL.context, "kl", 6, 0.5, 0.2, 0.001, 0.0, math.inf)
     Results((FULL,), (claim,)).save(tmp_path / "results.json")
     (found,) = Results.load(tmp_path / "results.json").claims

@@ -91,7 +91,7 @@ def test_the_line_is_of_our_best_and_peers_are_markers(axes: Any) -> None:
 
 
 def test_eight_points_have_names_and_the_others_are_grey(axes: Any) -> None:
-    """A user chooses among budgets' formats and the usual ones, then come ours in their order; the rest is counted."""
+    """Budgets' formats and the usual ones, which users choose, come first, then ours in order; the rest are counted."""
     of_budgets = [name for budget in BUDGETS.values() for name in budget.formats]
     names = ["squat4", "qjl3", "turbo4", *suite("usual"), *of_budgets, "fp8"]
     rows = [row(name, 3 + i / 10, 0.1 + i / 100) for i, name in enumerate(dict.fromkeys(names))]

@@ -113,7 +113,7 @@ def test_a_format_that_is_added_costs_only_itself(model: Path, tmp_path: Path, a
 def test_a_format_also_follows_what_plain_has_said(
     model: Path, tmp_path: Path, asked: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing is asked; `kl` is of the format's own tokens, `kl_forced` of plain's."""
+    """In tasks that ask nothing; `kl` is of the format's own tokens, `kl_forced` of plain's."""
 
     class Saying(harness.Engine):  # type: ignore[misc, valid-type]
         followed: list[tuple[int, ...]] = []
@@ -125,7 +125,7 @@ def test_a_format_also_follows_what_plain_has_said(
                 if self.format != "auto" and len(forced) == count:
                     self.followed.append(forced)
                 tokens = (*forced, *[token] * (count - len(forced)))
-                # of plain's tokens the format is surer to be wrong the later they come
+                # on plain's tokens the format is more wrong the later they come
                 made = self.made_up(tokens, prompt)
                 if self.format != "auto" and len(forced) == count:
                     noise = np.random.default_rng(2).normal(size=made.values.shape)

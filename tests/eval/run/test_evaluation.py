@@ -130,7 +130,7 @@ def test_two_runs_agree(results: Results, model: Path, tmp_path: Path) -> None:
 
 
 def test_the_cache_knows_the_sources_of_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those in which no codec of a format is declared, too."""
+    """Including those that declare no format's codec."""
     peers = tmp_path / "eval" / "peers"
     shutil.copytree(store.PACKAGE / "eval" / "peers", peers)
     monkeypatch.setattr(store, "PACKAGE", tmp_path)

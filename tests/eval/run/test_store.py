@@ -59,7 +59,7 @@ def test_a_damaged_measurement_is_made_again(tmp_path: Path) -> None:
 
 
 def test_any_changed_byte_costs_a_measurement_at_most(tmp_path: Path) -> None:
-    """Never a traceback or other numbers: not in what says how a part is compressed or whether it is encrypted."""
+    """Never a traceback or other numbers: not even in what says how a part is compressed or whether it is encrypted."""
     found = Store(tmp_path)
     path = found.path("figures", "one")
     found.put("figures", "one", {"kl": np.arange(9.0)})

@@ -22,7 +22,7 @@ def tokenizer(written: Written) -> Any:
 @pytest.mark.parametrize("context", [700, 2000])
 def test_they_fit(tokenizer: Any, task: str, context: int) -> None:
     made = sequence(tokenizer, task, context, context, 0, 0)
-    # needles stand in whole sentences, a passage comes twice: these come less near
+    # needles stand in whole sentences, a passage comes twice: these fill less of the context
     assert (0.8 if TASKS[task].name in ("needle", "needles", "repeat") else NEAR - 0.02) * context <= len(made.tokens)
     assert len(made.tokens) <= context
     assert bool(made.spans) is (task != "text")
@@ -33,7 +33,7 @@ def test_they_fit(tokenizer: Any, task: str, context: int) -> None:
 
 @pytest.mark.parametrize("task", [name for name in TASKS if name != "text"])
 def test_spans_are_the_answers(tokenizer: Any, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokens of a span are those with characters of the answer; the source's token is there."""
+    """The tokens of a span are those with characters of the answer; its depth leads to the source's token."""
     sample = TASKS[task].sample(random.Random(1), 3000)
     offsets = tokenizer(sample.text, return_offsets_mapping=True).offset_mapping
     from vllm_kvq.eval.tasks.samples import _tokenized

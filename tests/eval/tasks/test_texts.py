@@ -1,4 +1,4 @@
-"""Texts: of several kinds, of the right length, and with nothing in two of them."""
+"""Texts: of several kinds, of the right length, and with nothing that is in two of them."""
 
 from __future__ import annotations
 

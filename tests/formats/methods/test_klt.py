@@ -186,7 +186,7 @@ def test_a_constant_that_rope_turns_costs_nearly_nothing() -> None:
 
     assert error(page) < 0.7 * error(other)
     assert isinstance(page.keys, TransformedKeys)
-    # slow pairs' part is what it is; that of a pair which turns far within a slab is less
+    # slow pairs keep their part; that of a pair that turns far within a slab is smaller
     mean = page.geometry.constants.keys[:, 0]  # type: ignore[union-attr, index]
     slow = torch.arange(64) % 32 > 24
     assert torch.allclose(mean[:, slow], constant[:, slow], atol=0.05 * float(constant.abs().max()))
@@ -194,7 +194,7 @@ def test_a_constant_that_rope_turns_costs_nearly_nothing() -> None:
 
 
 def test_means_turn_only_where_keys_do() -> None:
-    """NoPE layers, or RoPE of another kind than the table's: then the mean is one, as if nothing were known."""
+    """NoPE layers, or RoPE of another kind than the table's: then there is a single mean, as if nothing were known."""
     text = layer(1)
     known = replace(text, turned=Rope.plain(64, 1024))
     one, other = (TransformedKeys.fit_constants(x, {}) for x in (text, known))

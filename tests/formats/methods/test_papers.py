@@ -90,7 +90,7 @@ def squat(k: Array, q_hat: Array, g: int, bits: int, lam: float = LAMBDA) -> tup
 def test_squat_subspace_is_that_of_all_queries(rank: int, chunks: tuple[int, ...]) -> None:
     """Queries of the subspace's own rank, so that chunks lose nothing. Rows have no sign: Q^T Q is what they mean."""
     rng = np.random.default_rng(1)
-    # later chunks are stronger and point elsewhere, so that neither only the first nor only the last would do
+    # later chunks are stronger and point elsewhere, so that neither the first nor the last alone would do
     mixture = rng.standard_normal((HEADS, 200, rank)) * np.linspace(0.2, 3, 200)[:, None]
     queries = mixture @ rng.standard_normal((HEADS, rank, 64))
     state = chunked(bound("squat2", r=rank), queries, queries, chunks).double().numpy()[:, :-1]
@@ -151,7 +151,7 @@ def compare_with_the_paper(
             free = np.ones(32, bool)
             for start in range(0, 64, g):
                 at = slice(start, start + g)
-                # after a code that rounding decides, the token's later blocks are others, and so may the scales be
+                # after a code that rounding decides, the token's later blocks differ, and so may the scales
                 assert not (wrong[:, at] & ~close[:, at])[free].any()
                 free &= ~wrong[:, at].any(1)
             open_tokens.append(free.mean())

@@ -167,7 +167,7 @@ def test_axes_exactly(codec_class: type[PolarKeys]) -> None:
 
 
 def test_the_widest_gap_is_cut() -> None:
-    """Keys around the seam are as good as the same keys rotated away from it."""
+    """Keys around the seam come back as well as the same keys rotated away from it."""
     g = torch.Generator().manual_seed(0)
     phi = 0.5 * torch.randn(64, 32, generator=g, dtype=torch.float64)
     r = 5 + torch.rand(64, 32, generator=g, dtype=torch.float64)

@@ -45,7 +45,7 @@ HASH = "import numpy as np, hashlib; from vllm_kvq.formats.methods.qjl import sk
 
 
 def test_the_same_in_every_process() -> None:
-    """Bit for bit between processes; the literal is of 10 binary places, so that it holds on every
+    """Bit for bit between processes; the literal covers 10 binary places, so that it holds on every
     machine."""
     code = HASH + "print(hashlib.sha256(s.tobytes()).hexdigest())"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -71,8 +71,8 @@ def test_layers_and_seeds_have_their_own_sketches() -> None:
 
 
 def test_constant() -> None:
-    """c(d) = sqrt(d) / E|s_1| for s uniform on the sphere of radius sqrt(d); 1.002 and 1.004 below the
-    Gaussian's."""
+    """c(d) = sqrt(d) / E|s_1| for s uniform on the sphere of radius sqrt(d); the Gaussian's is 1.002 and
+    1.004 times as large."""
     gauss = math.sqrt(math.pi / 2)
     assert gauss / sphere_constant(128) == pytest.approx(1.002, abs=5e-4)
     assert gauss / sphere_constant(64) == pytest.approx(1.004, abs=5e-4)

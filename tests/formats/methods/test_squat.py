@@ -135,7 +135,7 @@ def test_the_mixed_up_forms_are_told_apart(form: str) -> None:
 @pytest.mark.parametrize("strength", [1.0, 20.0, 1e3, 1e5])
 def test_codes_are_the_papers(bits: int, blocks: int, strength: float) -> None:
     """With the real quantizer, from short prompts to absurdly long ones. A code may differ where the exact
-    value lies on the edge of two codes; after such a tie the token's later blocks are legitimately others,
+    value lies on the edge of two codes; after such a tie the token's later blocks legitimately differ,
     so it is left out."""
     k, u = example(128, seed=1, strength=strength)
     g = 128 // blocks
@@ -352,8 +352,8 @@ def test_a_block_of_the_whole_head_is_refused_where_it_is_padded() -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_corrected_key_is_finite_in_float16(sign: int) -> None:
-    """Near the clamp a correction points beyond it, the further the less the last channels count; what is read would
-    not fit into float16."""
+    """Near the clamp a correction points beyond it, the further, the less the last channels count; what is read would
+    otherwise not fit into float16."""
     g = torch.Generator().manual_seed(4)
     key = (sign * 32768 * torch.rand(64, 1, 64, generator=g)).half()
     query = torch.randn(64, 1, 16, generator=g) @ torch.randn(16, 64, generator=g)

@@ -75,8 +75,8 @@ def paper(k: torch.Tensor, u: torch.Tensor, boosted: torch.Tensor, g: int, scale
 @pytest.mark.parametrize(("head", "g"), [(128, 32), (64, 16), (128, 64), (80, 32), (112, 48), (256, 64)])
 @pytest.mark.parametrize("part", PARTS)
 def test_codes_of_both_kinds_are_the_papers(part: str, head: int, g: int, scales: str) -> None:
-    """Four blocks and others, 2-bit and 4-bit codes among them. After a value that lies on the edge of two codes a
-    token's later blocks, and with them the parameters, may be others; little more than rounding moves then."""
+    """Four blocks and other numbers of them, with 2-bit and 4-bit codes. After a value that lies on the edge of two
+    codes, a token's later blocks may differ, and with them the parameters; little more than rounding moves then."""
     keys = codec(head, boost=part, g=g, key_scales=scales)
     k, state = example(keys.d, head, head=head)
     boosted = widest(k, keys.boosted)

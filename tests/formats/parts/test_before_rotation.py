@@ -22,7 +22,7 @@ def bound(name: str, head_size: int = 64, n: int = 128, rope: Rope | None = None
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize("rotary", [32, 64])
 def test_what_was_turned_comes_back(pairing: str, rotary: int) -> None:
-    """Also with a table that bfloat16 has rounded and a model has scaled, which is no longer a pure rotation."""
+    """Even with a table that bfloat16 has rounded and a model has scaled, which is no longer a pure rotation."""
     exact = Rope.plain(rotary, 300, pairing=pairing)
     x, position = torch.randn(2, 300, 64, generator=torch.Generator().manual_seed(0)), torch.arange(300)
     for table in (exact.table, (1.4 * exact.table).bfloat16()):

@@ -33,7 +33,7 @@ def tile() -> np.ndarray:
 
 
 def through(name: str, x: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    """x as keys and as values, by pages that are as long."""
+    """x as keys and as values, through a page that is as long."""
     y = torch.from_numpy(x)[:, None]
     k, v = roundtrip(name, y, y, N=len(x), **options)
     return k[:, 0].numpy(), v[:, 0].numpy()
@@ -51,7 +51,7 @@ def sylvester(d: int) -> np.ndarray:
 
 
 def agree(got: np.ndarray, want: np.ndarray, tolerance: float = 1e-4) -> None:
-    """Equal but for codes at the border of two cells, which float32 and float64 round apart."""
+    """Equal but for codes at the border of two cells, which float32 and float64 round differently."""
     differs = np.abs(got - want) > tolerance * np.abs(want).max()
     assert differs.mean() < 2e-3
 
@@ -98,7 +98,7 @@ def test_turbo(bits: int, tile: np.ndarray) -> None:
     agree(values, f16(low) + f16(scale) * np.floor((tile - low) / scale + 0.5))
 
 
-# Max 1960, for a Gaussian of variance 1, which a coordinate of many is
+# Max 1960, for a Gaussian of variance 1, as one coordinate of many is distributed
 GAUSSIAN = {
     3: [0.2451, 0.7560, 1.3440, 2.1520],
     4: [0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326],
@@ -145,7 +145,7 @@ def test_kvarn(name: str, key_bits: int, value_bits: int, tile: np.ndarray) -> N
 
 
 def e4m3() -> np.ndarray:
-    """All that are not negative, in order: 0 to 2^-6 in steps of 2^-9, then 8 to a power of two, up to 448."""
+    """All that are not negative, in order: 0 to 2^-6 in steps of 2^-9, then 8 per power of two, up to 448."""
     return np.array([b * 2.0**-9 if b < 8 else (8 + b % 8) * 2.0 ** (b // 8 - 10) for b in range(127)])
 
 
@@ -160,7 +160,7 @@ def test_e4m3(rounding: str, tile: np.ndarray) -> None:
     want = known[below]
     if rounding == "nearest":
         above = known[np.minimum(below + 1, len(known) - 1)]
-        # a tie to the even byte
+        # a tie goes to the even byte
         tie = np.abs(x) - want == above - np.abs(x)
         up = np.where(tie, below % 2 == 1, np.abs(x) - want > above - np.abs(x))
         want = np.where(up, above, want)
@@ -317,7 +317,7 @@ def test_no_peer_is_offered() -> None:
 @pytest.mark.parametrize("name", [n for n in PEERS if "kivi" not in n])
 @pytest.mark.parametrize("head", HEAD_SIZES)
 def test_the_query_is_rotated_as_the_keys_are(name: str, head: int) -> None:
-    """Block-diagonal rotations, where no power of two is the head size, included."""
+    """Including block-diagonal rotations, where the head size is not a power of two."""
     if name == "oscar2" and head & (head - 1):
         with pytest.raises(ValueError, match=f"whole head, whose size {head} is not a power of two"):
             FORMATS[name].bind(Geometry(head, 64))

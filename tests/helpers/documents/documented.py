@@ -13,7 +13,7 @@ class Account:
     """Why the commands of a page that begin alike are not walked through; `times` is how many there are."""
 
     by: str
-    """A test that runs them, or what they do, in a small form: `tests/....py::test_...`. Or a reason, in words."""
+    """A test that runs them, or what they do, on a small scale: `tests/....py::test_...`. Or a reason, in words."""
     times: int = 1
 
     @property

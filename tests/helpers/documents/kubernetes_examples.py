@@ -22,7 +22,7 @@ def documents(name: str) -> list[Object]:
 
 @dataclass(frozen=True)
 class Example:
-    """One file, as its chart or the cluster makes it a pod that serves."""
+    """One file, as the pod that serves, which its chart or the cluster makes of it."""
 
     command: list[str]
     pod: Object
@@ -55,7 +55,7 @@ def chart(name: str) -> Object:
 
 
 def rendered(name: str) -> Example:
-    """The pods that serve, of a file of values."""
+    """The pod that serves, from a file of values."""
     pods = [d["spec"]["template"]["spec"] for d in chart(name)["rendered"] if d["kind"] == "Deployment"]
     (pod,) = [pod for pod in pods if any(c["name"] == "vllm" for c in pod["containers"])]
     container = Example([], pod).container

@@ -18,7 +18,7 @@ class Command:
     line: int
     text: str
     block: str
-    """All of what it stands in."""
+    """The whole block that it stands in."""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}: {self.text}"
@@ -49,7 +49,7 @@ def split(block: str) -> list[tuple[int, str]]:
 
 
 def complete(text: str) -> bool:
-    """A document that it reads from stops at the end of the input, which bash only warns of."""
+    """A here-document that is still open stops at the end of the input, which bash only warns about."""
     if text.endswith("\\"):
         return False
     done = subprocess.run(["bash", "-n"], input=text + "\n", capture_output=True, text=True)

@@ -28,7 +28,7 @@ class Read(Exception):
 
 @contextmanager
 def only_parsers() -> Iterator[None]:
-    """Whoever parses arguments gets no further: `Read`, or SystemExit, of wrong usage."""
+    """Whoever parses arguments gets no further: `Read`, or SystemExit for wrong usage."""
     whole = argparse.ArgumentParser.parse_known_args
 
     def read(parser: argparse.ArgumentParser, *arguments: Any, **named: Any) -> Any:
@@ -44,12 +44,12 @@ def problem(words: Sequence[str]) -> str | None:
     from vllm_kvq.cli import main as cli
 
     match list(words):
-        case ["vllm-kvq", "check", model, *rest]:  # it hands on everything else to vLLM's parser
+        case ["vllm-kvq", "check", model, *rest]:  # it hands everything else on to vLLM's parser
             return refused(lambda: parse_serve(["vllm", "serve", model, *without(rest, "--json", "--verbose")]))
         case ["vllm-kvq", *rest] | ["python", "-m", "vllm_kvq", *rest]:
             return refused(lambda: cli(rest), "plan" in rest[:1])
         case ["python", "-m", "proof"]:
-            return None  # it lists them
+            return None  # it lists its commands
         case ["python", "-m", "proof", *rest]:
             return refused(lambda: proof(rest))
         case ["vllm", "serve", *_]:

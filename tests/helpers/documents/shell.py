@@ -26,7 +26,7 @@ SILENT = {"MODEL": "MODEL"}
 
 @dataclass(frozen=True)
 class Run:
-    """A program and its words, of the command at this number."""
+    """A program and its words; `at` is the number of the command that starts it."""
 
     at: int
     words: tuple[str, ...]

@@ -128,7 +128,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def take(walk: Walk, folder: Path, variables: Mapping[str, str]) -> str:
-    """Everything that it printed. AssertionError at the first command that fails."""
+    """Everything that the walk printed. AssertionError at the first command that fails."""
     port, printed = free_port("127.0.0.1"), ""
     for page in walk.pages:
         with subprocess.Popen(

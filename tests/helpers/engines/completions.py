@@ -1,4 +1,4 @@
-"""A client of the completions endpoint that sends and gets tokens."""
+"""A client of the completions endpoint that sends and receives tokens."""
 
 from __future__ import annotations
 

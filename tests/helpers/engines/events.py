@@ -21,7 +21,7 @@ def subscribed(port: int) -> Iterator[zmq.Socket[bytes]]:
 
 
 def heard(socket: zmq.Socket[bytes], enough: int) -> list[Any]:
-    """The events until nothing has come for a second, once there are this many."""
+    """The events, until there are at least this many and none has come for a second."""
     import msgspec
     from vllm.distributed.kv_events import KVEventBatch
 

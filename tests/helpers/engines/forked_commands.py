@@ -26,7 +26,7 @@ from vllm_kvq.integration.preview import apart
 
 
 class WarmProcess(ForkServerProcess):
-    """Of multiprocessing, and with all variables of the process that starts it."""
+    """A process of multiprocessing, with all variables of the process that starts it."""
 
     def __init__(self, target: Callable[..., None], args: tuple[Any, ...], daemon: bool | None = None) -> None:
         super().__init__(target=_with_variables, args=(dict(os.environ), target, args), daemon=daemon)
@@ -96,7 +96,7 @@ def _begin(log: str, variables: dict[str, str], function: Callable[..., None], a
         os.dup2(out, fd)
     os.environ.clear()
     os.environ.update(variables)
-    tempfile.tempdir = None  # TMPDIR may be another now
+    tempfile.tempdir = None  # TMPDIR may be different now
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # as in what a user starts
     from vllm import logger
     from vllm.v1.engine import coordinator, utils

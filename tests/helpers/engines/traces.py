@@ -30,7 +30,7 @@ def prefixes(n: int) -> tuple[Trace, Trace]:
     shared = words(6 * n)
     first = (
         Request("cold", shared + words(20), 30),
-        # aligned: the whole prompt is pages, the last one must be computed again
+        # aligned: the whole prompt is full pages, of which the last one must be computed again
         Request("aligned", shared[: 5 * n], 20, arrival=60),
     )
     again = (
@@ -63,7 +63,7 @@ def samples_and_aborts(n: int) -> Trace:
 
 
 def long_decode(n: int) -> Trace:
-    """Far over many pages, from a prompt shorter than one page."""
+    """A decode over many pages, from a prompt shorter than one page."""
     return Trace((Request("long", _Words(5)(7), 5 * n + 11), Request("later", _Words(6)(40), 60, arrival=n)))
 
 

@@ -29,7 +29,7 @@ DAMAGES: dict[str, Callable[[int], Header]] = {
     "the start is beyond the context": lambda context: (MAGIC, (context // UNIT + 1) * UNIT, context),
     "the start is before the first token": lambda context: (MAGIC, -UNIT, context),
 }
-"""By what is wrong: the header, of the request's context."""
+"""What is wrong -> the header, from the request's context."""
 
 
 def after_prompts(requests: int) -> Layer:

@@ -1,4 +1,4 @@
-"""Formats that stand for all others with the same kernels: asked of the table, so a new method is among them."""
+"""Formats that stand for all others with the same kernels: taken from the table, so a new method is among them."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ KINDS = tuple(
     for name in suite("methods")
     if FORMATS[name].keys.name not in ("kivi", "kitty") and not FORMATS[name].keys.calibrated
 )
-"""Fewer, for tests that take long. KIVI and Kitty store the fields that SQuat stores, and are attended as SQuat is; a
-calibrated format would first fit its constants, which engine/test_calibration.py tests."""
+"""Fewer, for slow tests. KIVI and Kitty store the fields that SQuat stores, and are attended as SQuat is; a
+calibrated format would first fit its constants, which engine/worker/test_calibration.py tests."""

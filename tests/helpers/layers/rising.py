@@ -79,7 +79,7 @@ def _requests(name: str, d: int) -> tuple[PageFormat, list[tuple[torch.Tensor, .
 
 
 def decode_error(name: str, d: int, step_of: type[Step], kernels: Kernels = TORCH) -> float:
-    """The caches of a decode step after prompts that `kernels` packed."""
+    """The error of a decode step after prompts that `kernels` packed."""
     fmt, requests, want = _requests(name, d)
     layer = Layer(fmt, len(PEAKS), tokens=320, share=1)
     cpu = torch.device("cpu")

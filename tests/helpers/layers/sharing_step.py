@@ -12,7 +12,7 @@ from vllm_kvq.kernels.step import Caches, Step, StepBatch
 @dataclass
 class SharedStep:
     """`step` serves a layer with a cache and two that share it; the last one gives the answer. Between the layers vLLM
-    uses the memory of keys and values again."""
+    reuses the memory of keys and values."""
 
     step: Step
 

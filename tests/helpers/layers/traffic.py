@@ -1,8 +1,8 @@
 """A small scheduler whose random traffic two implementations of a layer serve, each in caches of its own: arrivals,
 chunks, decoding with rejected drafts, prefix hits, preemption and reuse of blocks, padded requests.
 
-The first one is planned on the host. After every step both must hold the same bytes and give the same answers, and
-pages that a request found by a prefix hit must be as they were before it.
+The first implementation is planned on the host. After every step both must hold the same bytes and give the same
+answers, and pages that a request found by a prefix hit must be as they were before it.
 """
 
 from __future__ import annotations

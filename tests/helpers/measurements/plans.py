@@ -16,7 +16,7 @@ from vllm_kvq.eval.run.store import Store
 
 
 def plan(model: Path, formats: str, **more: Any) -> Plan:
-    """Without fp8: one engine less."""
+    """Without fp8: one engine fewer."""
     named = choices(formats)
     chosen = (REFERENCE, *(choice for choice in named if choice != REFERENCE))
     small: dict[str, Any] = {

@@ -4,7 +4,7 @@
     .venv/bin/python tests/formats/peers/vectors/record_kvarn.py CHECKOUT
 
 writes `kvarn.safetensors` next to this file. The reference is in a test that needs their hardware, so it is extracted
-from it; a tile of values goes through it as one of keys does, with tokens and channels exchanged.
+from that; a tile of values goes through it as one of keys does, with tokens and channels exchanged.
 """
 
 from __future__ import annotations
