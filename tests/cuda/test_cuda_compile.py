@@ -49,11 +49,11 @@ def test_without_nvcc_one_sentence_says_what_to_do(monkeypatch: pytest.MonkeyPat
     with pytest.raises(build.BuildError, match="no nvcc on the path"):
         build_cuda.build(90)
     assert "no nvcc on the path" in (build_cuda.why_not((9, 0)) or "")
-    # an existing library there serves without it
+    # a library that is already there serves without nvcc
     path = tmp_path / f"cuda-sm90-{build_cuda._digest(build_cuda.FLAGS)}.so"
     path.touch()
     with pytest.raises(build.BuildError, match="no nvcc on the path"):
-        build_cuda.build(90)  # an empty file is none
+        build_cuda.build(90)  # an empty file is no library
     shutil.copy(A_LIBRARY, path)
     assert build_cuda.build(90) == path
     assert build_cuda.why_not((9, 0)) is None

@@ -141,7 +141,7 @@ def test_list_of_pages_as_the_reference_takes_it() -> None:
 
 
 def test_requests_of_different_numbers_of_queries() -> None:
-    """As a step of vLLM has them: tokens one after the other, their starts on the device, one padded request."""
+    """As in a step of vLLM: tokens one after the other, their starts on the device, one padded request."""
     fmt, pages = pool(64, 64)
     query = queries(1, 9, 4, 64)
     start = torch.tensor([0, 1, 1, 6], dtype=torch.int32)
@@ -179,7 +179,7 @@ def test_extreme_queries_stay_finite() -> None:
     ],
 )
 def test_packed_bytes_agree_but_for_rounding(d: int, n: int, dtype: torch.dtype, state: bool, sketch: str) -> None:
-    """A float32 sum in another order turns the sign of a product near zero, or a norm's last bit, now and then."""
+    """A float32 sum in another order flips the sign of a product near zero, or a norm's last bit, now and then."""
     fmt = get_format("qjl3").bind(Geometry(d, n, dtype), {"sketch": sketch})
     key, value = (x.transpose(0, 1).to(dtype).contiguous() for x in outlier_data(128, 2, d, 0))
     key[43, 0, 5], value[74, 1, 6] = torch.nan, torch.inf
@@ -214,7 +214,7 @@ def test_blocks_that_are_nobodys_are_neither_read_nor_written() -> None:
     pages = torch.zeros(3, 1, fmt.record_bytes, dtype=torch.uint8)
     side = torch.full((2, slots.page_bytes // 4), torch.nan)
     plan = torch.zeros(8, 3, dtype=torch.int32)
-    plan[1], plan[2] = 32, 16  # 16 tokens in a ring that none of them has
+    plan[1], plan[2] = 32, 16  # 16 tokens in a ring that no request has
     table = torch.tensor([[0, 0], [9, -1], [2, 2]], dtype=torch.int32)
     side_table = torch.tensor([[0], [7], [-3]], dtype=torch.int32).expand(3, slots.sidecar_blocks).contiguous()
     faults = torch.zeros(2, dtype=torch.int32)

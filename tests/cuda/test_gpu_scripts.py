@@ -55,7 +55,7 @@ def test_serve_script_says_what_it_would_do() -> None:
 
 
 def test_the_figure_is_of_the_files_that_bench_gpu_wrote(tmp_path: Path) -> None:
-    """A folder has other CSV files of GPUs, as docs/results does. The interpreter only says what it would do."""
+    """The folder has other CSV files of GPUs, as docs/results does. `python` only prints its arguments."""
     written = tmp_path / "gpu-nvidia-h200.csv"
     for file in (ROOT / "docs" / "results").glob("gpu-*.csv"):
         shutil.copy(file, tmp_path)
@@ -67,7 +67,7 @@ def test_the_figure_is_of_the_files_that_bench_gpu_wrote(tmp_path: Path) -> None
     done = bash("bench/gpu.sh", "--dry-run", PYTHON=str(python), **folders)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == f"-m vllm_kvq bench plot {written}"
-    Kept.of(written)  # which would refuse a file with another head
+    Kept.of(written)  # which would refuse a file with another header
     written.unlink()
     done = bash("bench/gpu.sh", "--dry-run", PYTHON=str(python), **folders)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "LEFT OUT: the figure (nothing was measured)")
@@ -147,7 +147,7 @@ def not_now(*_: object) -> NoReturn:
 def test_no_seconds_start_no_measurement(
     out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither of a decode step, nor of a prompt or a chunk; a folder is begun all the same."""
+    """Not of a decode step, nor of a prompt or a chunk; the folder of results is made all the same."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for module, name in ((gpu, "copy_bandwidth"), (gpu, "prefill_seconds"), (chunks, "plain_seconds")):
         monkeypatch.setattr(module, name, not_now)

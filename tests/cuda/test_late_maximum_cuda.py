@@ -18,7 +18,7 @@ PEAKS = (3, 100, 230, N * PAGES - 1)
 
 @pytest.mark.parametrize(("splits", "queries", "share"), [(1, 1, 4), (2, 1, 4), (1, 3, 4)])
 def test_packed_pages(splits: int, queries: int, share: int) -> None:
-    """Four warps take three slabs each in turn: the last slab of a warp, and the join of the warps."""
+    """Four warps take three slabs each in turn: the last slab of a warp, and the merge of the warps."""
     fmt = get_format("qjl3").bind(Geometry(D, N))
     for peak in PEAKS:
         query, key, value = rising(1, N * PAGES, peak, share, queries, D)

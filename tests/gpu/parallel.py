@@ -1,7 +1,7 @@
 """Cases over as many processes as there are cores: what takes long on a GPU machine is compiling kernels.
 
 Without a GPU the same cases run on CPU tensors, under Triton's interpreter and the CUDA kernels' emulation: slowly, and
-only to see that the scripts are whole.
+only to see that the scripts work.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def graph() -> None:
 _REST = itertools.cycle(itertools.product((1, 4, 8), (32, 64, 128), (torch.float16, torch.bfloat16, torch.float32)))
 HEADS = [(decode, (name, d, *next(_REST))) for name, d in itertools.product(FORMATS, (64, 96, 128, 256))]
 KINDS = ("squat2", "innerq2", "polar4", "klt3")
-"""One format of each kind of Triton kernels: HEADS has all formats, and time on a GPU is short."""
+"""One format of each kind of Triton kernel: HEADS has all formats, and time on a GPU is short."""
 CHUNKS = [
     (decode, (name, 128, 4, 64, torch.bfloat16, q, splits))
     for name, q, splits in itertools.product(KINDS, (1, 5, 33), (None, 1, 16))

@@ -31,8 +31,8 @@ def step(name: str, d: int, dtype: torch.dtype, graph: bool) -> None:
     traffic = StepTraffic(calibrated(fmt, 2), torch.device(DEVICE))
     traffic.prompts((fmt.W + 131, 1) if DEVICE == "cuda" else (fmt.W + 33, 1))
     traffic.decode(70 if DEVICE == "cuda" else 1, graph)
-    # a sign that rounds the other way costs QJL more. The worst of 70 steps, by the interpreter: kivi4 with heads of 64
-    # 2.3e-3, on an H200 2.9e-3: float16 products of 15 levels
+    # a sign that rounds the other way costs QJL more. The worst of 70 steps is of kivi4 with heads
+    # of 64: 2.3e-3 under the interpreter, 2.9e-3 on an H200, from float16 products of 15 levels
     bound = 4e-3 if dtype == torch.float32 and name != "qjl3" else 1e-2
     assert traffic.worst < bound, f"{traffic.worst:.1e}"
     assert not int(traffic.step.faults[0])

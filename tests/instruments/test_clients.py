@@ -1,4 +1,4 @@
-"""`python -m proof clients` judges what clients find: a server made up here answers rightly, or wrongly in one way."""
+"""`python -m proof clients` judges what clients find: a made-up server answers correctly, or wrongly in one way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = (*CHATS, *TOOLS, *ADAPTER, *crowd.CROWD)
 
 
 class Answers:
-    """What a right server says, and what it says if one thing is `wrong`."""
+    """What a correct server says, and what it says if one thing is `wrong`."""
 
     def __init__(self) -> None:
         self.wrong = ""

@@ -113,7 +113,7 @@ def test_each_group_of_models_is_drawn_as_often(real: Callable[..., None]) -> No
 def drawn(model: str, traces: int = 12, **changes: Any) -> list[Request]:
     drawer = Drawer(Random(5), replace(draw_setup(Random(6), "squat2", "V1", model), **changes))
     found = [drawer.trace(f"t{i}", reset=i == 0) for i in range(traces)]
-    Case(drawer.setup, tuple(found))  # takes them
+    Case(drawer.setup, tuple(found))  # which accepts them
     return [r for trace in found for r in trace.requests]
 
 
@@ -143,7 +143,7 @@ def test_pictures_are_drawn() -> None:
     # the same picture in the same place, and another one
     places = {(p.at, p.seed) for r in requests for p in r.pictures}
     assert len({at for at, _ in places}) < len(places)
-    # words between two
+    # words between any two
     assert all(a.at + a.tokens < b.at for r in requests for a, b in pairwise(r.pictures))
     assert not any(r.letters for r in requests)
 

@@ -21,7 +21,7 @@ from vllm_kvq.eval.tasks.texts import LENGTHS
 
 
 class Words:
-    """In place of real texts, which take a while to read: all differ, and there are two dozen of a length."""
+    """In place of real texts, which take a while to read: all differ, and there are two dozen of each length."""
 
     def __init__(self, *_: object) -> None:
         pass

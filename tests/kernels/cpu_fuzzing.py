@@ -54,7 +54,7 @@ def shapes(draw: st.DrawFn, case: tuple[str, tuple[tuple[str, Any], ...]] | None
         "heads": draw(st.integers(1, 2)),
         "group": draw(st.sampled_from([1, 2, 3, 4, 7])),
         "requests": draw(st.integers(1, 3)),
-        "q": draw(st.sampled_from([1, 2, 20, 110])),  # from some rows on pages are unpacked for all at once
+        "q": draw(st.sampled_from([1, 2, 20, 110])),  # with enough rows, pages are unpacked for all at once
         "threads": draw(st.sampled_from([1, 2, 4])),
         "seed": draw(st.integers(0, 1 << 30)),
         "pages": draw(st.integers(1, 4)),

@@ -54,7 +54,7 @@ class Copy:
 
 
 def extent(x: torch.Tensor) -> tuple[int, int]:
-    """The addresses of its first byte and behind its last."""
+    """The addresses of its first byte and just past its last."""
     reach = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (reach + 1) * x.itemsize
 
@@ -66,7 +66,7 @@ def tensors_in(arguments: Any) -> list[torch.Tensor]:
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of tensors, tuples of them and others."""
+    """The same function; its arguments are tensors, tuples of them, and other values."""
 
     def call(*arguments: Any) -> Any:
         by_storage: dict[int, list[torch.Tensor]] = {}

@@ -38,8 +38,8 @@ def words(rng: random.Random, count: int) -> tuple[int, ...]:
 
 
 def traces(seeing: Seeing) -> list[Trace]:
-    """Pictures 1 and 2 in prompts of one and several chunks, cut by a chunk's end and first of all; again, with another
-    picture, and before other words, so that hits end before, within and behind a picture."""
+    """Pictures 1 and 2 in prompts of one and several chunks, cut by a chunk's end and first in a prompt; again, with
+    another picture, and before other words, so that hits end before, within and after a picture."""
     rng, of = random.Random(6), seeing.request
     before, between, after, other = (words(rng, count) for count in (40, 60, 50, 30))
     seen = [before, 1, between, after]

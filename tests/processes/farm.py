@@ -164,10 +164,10 @@ class Farm:
 
 
 def same_tokens(farm: Farm, kind: str, name: str, model: str = "two heads", error: float = 0.0) -> Answer:
-    """The answer, after it was held against one process: `lossless` against plain vLLM, the others against themselves.
+    """The answer, compared with that of one process: `lossless` with plain vLLM's, the others with their own.
 
     Ranks add up in another order than one process, and a code on the border of two cells is then rounded the other way
-    (`lossless` has no codes). Where a token differs, the reference has to find that a tie; `error` is what the kernels
+    (`lossless` has no codes). Where a token differs, the reference has to judge it a tie; `error` is what the kernels
     in use declare.
     """
     got = farm.run(kind, name, model=model)[0]

@@ -1,6 +1,6 @@
 """vLLM's CPU platform refuses Ray; these are the few lines that make it take Ray, so that the executor can be tested.
 
-On GPUs nothing of this is needed: `--distributed-executor-backend ray` is vLLM's own flag there.
+On GPUs none of this is needed: `--distributed-executor-backend ray` is vLLM's own flag there.
 """
 
 from __future__ import annotations

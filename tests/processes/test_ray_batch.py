@@ -107,7 +107,7 @@ def test_an_engine_and_then_the_job_are_killed(model: Path, tmp_path: Path, clus
 
 
 def a_worker_is_killed(cluster: Cluster, folder: Path, rows: Rows, *arguments: str) -> tuple[Rows, str]:
-    """The answers of a job with two engines, of which one loses the process of Ray's that holds it, and the log."""
+    """The answers of a job with two engines, one of which loses the Ray process that holds it; and the log."""
     (folder / "questions.jsonl").write_text(lines(rows))
     command = [str(SCRIPT), "questions.jsonl", "answers", *arguments, "--engines", "2", "--piece", "2"]
     job = cluster.job(folder, *command)
@@ -240,7 +240,7 @@ def test_a_row_that_can_not_be_asked_says_why(case: str, chatty: Path, script: M
 
 
 def test_a_gpu_for_each_rank(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray Data's own way, with nothing of what CPUs need."""
+    """Ray Data's own way, without what CPUs need."""
     monkeypatch.setattr(script.current_platform, "is_cpu", lambda: False)
     monkeypatch.setattr(script.ray, "cluster_resources", lambda: {"GPU": 8.0})
     given = {"kv_cache_dtype": "kitty2", "tensor_parallel_size": 2}
@@ -305,7 +305,7 @@ ROWS: Rows = [{"id": f"row {i}", "prompt": "a", **MEANT_OTHERWISE} for i in rang
 
 @pytest.fixture(scope="module")
 def without_engines(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """What one process leaves and says that runs the script for all of these, none of which starts an engine."""
+    """What a process that runs the script for all of these leaves and says; none of them starts an engine."""
     folder = tmp_path_factory.mktemp("job")
     for name, (rows, _) in REFUSED.items():
         (folder / f"{name}.jsonl").write_text(lines(rows))

@@ -118,7 +118,7 @@ def test_why_a_replica_does_not_start(script: ModuleType, monkeypatch: pytest.Mo
 
 
 def test_a_gpu_for_each_rank(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray Serve's own way, with nothing of what CPUs need."""
+    """Ray Serve's own way, without what CPUs need."""
     monkeypatch.setattr(script.current_platform, "is_cpu", lambda: False)
     monkeypatch.setattr(script.ray, "cluster_resources", lambda: {"GPU": 8.0})
     given = {"kv_cache_dtype": "kitty2", "tensor_parallel_size": 2}

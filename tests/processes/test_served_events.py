@@ -66,7 +66,7 @@ def test_a_router_of_a_real_server_hears_of_each_packed_page_once(heard: Heard) 
     assert [page for event in first for page in event.block_hashes] == pages
     assert {event.block_size for event in first} == {size}
     assert len({event.group_idx for event in first}) == 1
-    # the last page has tokens of the window, which are never shared: who asks again computes and stores it again
+    # the last page has tokens of the window, which are never shared: whoever asks again computes and stores it again
     complete(server, prompt)
     again: list[Any] = events.heard(socket, 0)
     assert [page for event in again for page in event.block_hashes] == pages[-1:]

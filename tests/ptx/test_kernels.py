@@ -1,6 +1,6 @@
 """The kernels that a GPU would run, from the PTX that Triton and nvcc make of them, in the tests of their sources.
 
-`python -m proof ptx -m pytest tests/triton tests/cuda` runs all of those tests; here are some, in own processes.
+`python -m proof ptx -m pytest tests/triton tests/cuda` runs all of those tests; here, some run in separate processes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_cuda_kernels(chosen: str, count: int) -> None:
 
 
 def test_decode_loads_each_byte_once() -> None:
-    """No more than a record's sectors, and no instruction that requests a sector that another one has had."""
+    """No more than a record's sectors, and no instruction that requests a sector that another one has requested."""
     out = python("proof", "traffic", "--formats", "kivi2,innerq2", "--head-size", "64", "--check")
     assert [line.split()[1] for line in out.splitlines()[2:]] == ["kivi2", "innerq2"]
 

@@ -113,7 +113,7 @@ def test_there_is_at_least_one(
 
 
 def test_a_line_ends_only_where_json_lines_end(tmp_path: Path) -> None:
-    """U+2028 and its like are the end of a line for Python's `splitlines`, and in JSON they may stand in a text."""
+    """U+2028 and its like end a line for Python's `splitlines`, but in JSON they may stand within a string."""
     question = {"prompt": "one\u2028two\x85three"}
     path = tmp_path / "questions.jsonl"
     path.write_text(json.dumps(question, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -95,7 +95,7 @@ def test_the_first_stage_has_our_pins(name: str) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(shutil.which("buildah") is None, reason="buildah is not installed")
 def test_the_cpu_image_is_built(tmp_path: Path) -> None:
-    """Without root and without a daemon, in a storage of its own."""
+    """Without root and without a daemon, in storage of its own."""
     storage = ("--root", str(tmp_path / "images"), "--runroot", str(tmp_path / "running"), "--storage-driver", "vfs")
 
     def buildah(*words: str) -> subprocess.CompletedProcess[str]:

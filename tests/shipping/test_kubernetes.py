@@ -177,7 +177,7 @@ def test_fields_are_the_charts(name: str) -> None:
 
 @pytest.mark.parametrize("name", CHARTS)
 def test_a_wrong_field_is_noticed(name: str) -> None:
-    """Each that is mistyped, except where any name may stand; of another type, where a schema says the type."""
+    """A mistyped name, except where any name may stand; a value of another type, where a schema says the type."""
     (document,) = examples.documents(name)
     free, unseen, places = set(), set(), list(charts.places(document))
     for place in places:
@@ -206,7 +206,7 @@ def schema(name: str) -> jsonschema.Draft202012Validator:
 
 @pytest.mark.parametrize("name", examples.CHARTED)
 def test_what_helm_makes_of_it(name: str) -> None:
-    """Everything that a cluster would get is what Kubernetes takes."""
+    """Kubernetes takes everything that a cluster would get."""
     text = (examples.FOLDER / name).read_text(encoding="utf-8")
     kept = examples.chart(name)
     assert kept["rendered_of"] == charts.fingerprint(text), "run scripts/charts.py, which asks Helm again"

@@ -22,7 +22,7 @@ THEIR_OWN_TERMS = {"intel-openmp", "intel-cmplr-lib-ur", "oss-harmony"}
 
 
 def test_what_we_depend_on() -> None:
-    """All of it, with its licences, and those that are installed fit."""
+    """All of it is listed, and the licences of what is installed fit."""
     listed, missing = licences.packages()
     names = {package.name for package in listed} | set(missing)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -21,7 +21,7 @@ UNIT, PAGE = ROOT / "docker" / "vllm-kvq.service", ROOT / "docs" / "operating.md
 
 @pytest.fixture(scope="module")
 def unit() -> ConfigParser:
-    """With one line Environment= of all of them, since ConfigParser has one value for a key."""
+    """With all Environment= lines joined into one, since ConfigParser has one value for a key."""
     text = UNIT.read_text()
     assignments = re.findall("^Environment=(.*)\n", text, re.MULTILINE)
     text = re.sub("^Environment=.*\n", "", text, flags=re.MULTILINE)

@@ -24,7 +24,7 @@ from vllm_kvq.kernels.torch.lists import PageList
 
 BOUND = 2e-3
 LSE_BOUND = 8e-3
-"""Scores here reach +-50, and float16 queries leave 2^-12 of that."""
+"""Scores here reach +-50, and float16 queries are off by 2^-12 of that."""
 
 wide = functools.partial(pytest.param, marks=pytest.mark.wide)
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
@@ -128,7 +128,7 @@ def test_transformed_keys_of_other_options(d: int, name: str, options: dict[str,
 
 
 def test_means_turn_wherever_a_page_is() -> None:
-    """Also where a damaged page says that it is."""
+    """Also wherever a damaged page says that it is."""
     fmt, pages = pool("klt3", 64, 64)
     assert fmt.geometry.constants is not None
     fmt = fmt.with_constants(fmt.geometry.constants.each(lambda x: x.index_fill(1, torch.tensor([2]), 0.1)))
@@ -140,7 +140,7 @@ def test_means_turn_wherever_a_page_is() -> None:
 
 
 def test_heads_have_constants_of_their_own() -> None:
-    """With those of the other head, nothing is right; of other numbers of heads, or without, nothing is read."""
+    """With those of the other head, nothing is right; with another number of them, or none, nothing is read."""
     fmt, pages = pool("klt3", 64, 64)
     constants = fmt.geometry.constants
     assert constants is not None

@@ -15,7 +15,7 @@ from vllm_kvq.kernels.torch.attend import causal, whole
 
 @pytest.mark.parametrize("name", ["squat2", pytest.param("innerq2", marks=pytest.mark.wide)])
 def test_a_soft_cap_and_learned_sinks(name: str) -> None:
-    """The cap in attention over packed tokens, over full-precision tokens, and over prompts. Without both of them: the
+    """The cap in attention over packed tokens, over full-precision tokens, and over prompts. With neither of them: the
     layers below, and test_history.py."""
 
     def build(layer: Layer) -> GPUStep:

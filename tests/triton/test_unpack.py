@@ -87,7 +87,7 @@ def test_rounded_to_the_model_s_type() -> None:
 @pytest.mark.parametrize(
     ("ids", "seen", "faults"),
     [
-        ([1, 2], (0, 96), 0),  # the slab that was never packed lies behind
+        ([1, 2], (0, 96), 0),  # the slab that was never packed lies beyond
         ([1, 2], (0, 97), HEADS),
         ([2, 1], (64, 128), 0),
         ([2, 1], (63, 128), HEADS),

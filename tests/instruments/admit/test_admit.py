@@ -58,7 +58,7 @@ def test_blamed(text: str, expected: list[str]) -> None:
 
 @pytest.mark.parametrize("patch", [p for p in PATCHES if p.install is not None], ids=lambda p: p.what[:40])
 def test_a_patchs_functions(patch: Patch) -> None:
-    """What it puts in the place of vLLM's functions is among them, and nothing of another file."""
+    """Those that it puts in the place of vLLM's are among them, and none from another file."""
     found = blame.functions(patch)
     source = (ROOT / "vllm_kvq" / "integration" / patch.place).read_text(encoding="utf-8")
     assert patch.install is not None

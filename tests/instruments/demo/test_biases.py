@@ -151,7 +151,7 @@ def test_wide_channels_stand_where_queries_read_them(model: tuple[LlamaShape, We
 def test_scales_are_exact_in_the_checkpoints_dtype(
     model: tuple[LlamaShape, Weights, torch.Tensor], dtype: torch.dtype
 ) -> None:
-    """Powers of two: the result of a 16-bit cache's model with 16-bit weights is the same to the last bit."""
+    """Powers of two: with 16-bit weights and a 16-bit cache, the result is the same to the last bit."""
     shape, weights, ids = model
     rounded = {name: w.to(dtype) for name, w in weights.items()}
     _, written = rewritten(shape, {name: w.float() for name, w in rounded.items()}, ids, CHANNELS)

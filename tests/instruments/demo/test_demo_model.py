@@ -132,7 +132,7 @@ def test_chat_template_is_what_training_used() -> None:
         messages=[{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}],
         add_generation_prompt=True,
     )
-    # A template drops one trailing newline, of the text around its blocks only; transformers keeps it.
+    # A template drops one trailing newline, but only of the text around its blocks; transformers keeps it.
     assert rendered.rstrip("\n") == chat_text("Q", "S").rstrip("\n")
 
 
@@ -250,7 +250,7 @@ def test_what_is_asked_is_a_target_and_linked(demo: Loaded) -> None:
         assert said == wanted, name
         assert all(encoding.ids[t + 1] == encoding.ids[s] and s <= t for t, s in links), name
         if name in ("recall", "needle", "copy", "repeat"):
-            # a token that is cut differently at its first place can't be linked
+            # text that is cut into other tokens at its first place can't be linked
             assert len(links) >= 0.95 * sum(w >= 1 for w in weights), name
 
 
@@ -307,7 +307,7 @@ def test_training_resumes_where_it_was(demo: Loaded, tmp_path: Path) -> None:
 
 
 def test_help_teaches_where_to_look(demo: Loaded) -> None:
-    """Its loss falls within a few steps, and an attention that looks at the right place has none."""
+    """Its loss falls within a few steps, and attention that looks at the right place has none."""
     training = tiny(demo)
     training.plan = Plan((Phase(60, 32, 256, (1.0, 1.0)),), warm_up=1)
     found = [f["help"] for f in training.run(60)]

@@ -29,7 +29,7 @@ def files(tests: str) -> list[str]:
 def chosen(tests: str, ids: Iterable[str]) -> list[str]:
     """Those of the tests with these ids that pytest would run, given these arguments."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("-k", default="")  # of several pytest takes the last
+    parser.add_argument("-k", default="")  # pytest takes the last of several
     named, where = parser.parse_known_args(shlex.split(tests))
     found = [i for i in ids if any(i == w or i.startswith((f"{w}::", f"{w}/", f"{w}[")) for w in where)]
     wanted = Expression.compile(named.k) if named.k else None
@@ -37,14 +37,14 @@ def chosen(tests: str, ids: Iterable[str]) -> list[str]:
 
 
 def is_part(test: str, name: str, **_: object) -> bool:
-    """Whether `-k name` chooses the test with this id: part of a name from its file's on, in any case."""
+    """Whether `-k name` chooses the test with this id: part of its file's name or of a later one, in any case."""
     path, *names = test.lower().split("::")
     return any(name.lower() in part for part in (path.rpartition("/")[2], *names))
 
 
 @pytest.fixture(scope="module")
 def usual(request: pytest.FixtureRequest) -> list[str]:
-    """The tests of the usual run. When all modules are collected already, as in `make test`, not a second time."""
+    """The tests of the usual run; not collected a second time when all modules are already, as in `make test`."""
     everything = {f for tests in NAMED for f in files(tests)}
     items = request.session.items
     if everything <= {item.nodeid.partition("::")[0] for item in items}:

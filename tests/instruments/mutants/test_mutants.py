@@ -167,7 +167,7 @@ def kept_lines(path: Path) -> list[tuple[str, ...]]:
 
 
 def test_a_run_goes_on_where_it_was_stopped(tree: Path) -> None:
-    """What was caught is not planted again, as long as it, its file and its tests do the same."""
+    """A fault that was caught is not planted again as long as it, its file and its tests still do the same."""
     (tree / "tests").mkdir()
     (tests := tree / "tests" / "test_double.py").write_text('"""What it is about."""\n')
     triples = Fault("triples", "double.py", "2 * x", "3 * x", FAULT.tests)
@@ -221,7 +221,7 @@ def test_what_is_recorded_is_what_was_tested(tree: Path) -> None:
 
 
 def test_the_page(tree: Path) -> None:
-    """All that were planted, by folder; those not caught by their names."""
+    """All that were planted, by folder; those not caught, by name."""
     triples = Fault("triples", "double.py", "2 * x", "3 * x", FAULT.tests)
     gone = Fault("gone", "double.py", "3 * x", "x", FAULT.tests)
     outcome, _ = planted(tree, ends_with(1), FAULT, triples, gone)

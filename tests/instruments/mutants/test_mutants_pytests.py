@@ -1,4 +1,4 @@
-"""pytest under a planted fault: forked in the copy with what others have made, and stopped with all it started."""
+"""pytest under a planted fault: forked in the copy after third-party imports, and stopped with all it started."""
 
 from __future__ import annotations
 

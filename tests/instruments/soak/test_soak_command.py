@@ -48,7 +48,7 @@ class World:
     gone: bool = False
     """It does not answer the last question."""
     busy: int = 0
-    """Looks at the metrics that find a request still running, after the last client."""
+    """How many looks at the metrics still find a request running after the last client."""
     final: Metrics = PASSED
     memory: Callable[[float], float] = lambda seconds: 1e9
     text: Callable[[int], str] = lambda number: ""

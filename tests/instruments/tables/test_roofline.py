@@ -38,7 +38,7 @@ def test_every_instruction_has_its_unit(instruction: str) -> None:
 def test_counts_are_all_of_a_loop() -> None:
     counts = pipes.count(LOOP)
     assert counts == {"tensor": 1, "sfu": 2, "lsu": 3, "fma": 2, "alu": 2, "other": 2}
-    # 16 lanes at a time take a warp's two instructions 4 clocks; 12 instructions leave four schedulers in 3
+    # a warp's two instructions, 16 lanes at a time, take 4 clocks; four schedulers issue 12 instructions in 3
     taken = pipes.cycles(counts, 512)
     assert taken == {"sfu": 4, "lsu": 3, "fma": 0.5, "alu": 1, "tensor": 4, "issue": 3}
 

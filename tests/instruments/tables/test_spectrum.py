@@ -33,7 +33,7 @@ def constants(*texts: Layer, rope: Rope | None = None) -> torch.Tensor:
 
 
 def test_scores_are_those_of_earlier_keys() -> None:
-    """One by one."""
+    """Their squares, added up one by one."""
     layer = text(0, torch.ones(D))
     found = squares(grouped(layer.query[:7], 2), layer.key[:7].transpose(0, 1))
     for head in range(2):
@@ -64,7 +64,7 @@ def test_unequal_channels_gain_and_equal_ones_do_not() -> None:
 
 
 def test_errors_are_relative_and_of_all_texts() -> None:
-    """Twice as many of the same change nothing, and neither do larger queries; sinks are not looked at."""
+    """The same text twice changes nothing, and neither do larger queries; sinks are not looked at."""
     spread = torch.logspace(0, -2, D)
     calibration, other = text(0, spread), text(1, spread)
     (before, channels), *_ = measured(constants(calibration), [other])

@@ -58,7 +58,7 @@ def own_mounts() -> bool:
     ids=["full", "read-only"],
 )
 def test_a_disk_that_takes_nothing(options: str, said: str, advice: str, cache: Path) -> None:
-    """Real ones, in a namespace of their own: one sentence says what to do, and nothing half-written stays."""
+    """Real disks, in a namespace of their own: one sentence says what to do, and nothing half-written stays."""
     if not own_mounts():
         pytest.skip("this system lets us mount nothing")
     compiles(cache.parent, size=1 << 15)
@@ -79,7 +79,7 @@ def test_a_compiler_that_is_killed(cache: Path) -> None:
 
 
 def test_killed_while_it_compiles(cache: Path) -> None:
-    """The next one does not wait for the dead, reads nothing of theirs, and removes it."""
+    """The next process does not wait for the dead one, and removes what that left without reading it."""
     compiles(cache.parent, before="sleep 600")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     killed = subprocess.Popen([sys.executable, "-c", BUILD], env=env, process_group=0, stderr=subprocess.DEVNULL)
@@ -100,7 +100,7 @@ def test_killed_while_it_compiles(cache: Path) -> None:
 
 @pytest.mark.parametrize("home", ["/nowhere", None])
 def test_a_user_without_a_home(home: str | None) -> None:
-    """As in a container with an arbitrary user, whom no file of users has: Python finds no home."""
+    """As in a container with an arbitrary user, who is in no file of users: Python finds no home."""
     if os.getuid():
         pytest.skip("only root can become another user")
     code = "import os, pathlib\nfrom vllm_kvq.kernels import build\n"
@@ -144,7 +144,7 @@ def test_a_changed_byte(at: int, cache: Path) -> None:
 
 
 def test_a_changed_byte_of_cuda_kernels(cache: Path) -> None:
-    """Nor is one for a GPU loaded that someone else can write to."""
+    """A library for a GPU that someone else can write to isn't loaded either."""
     compiles(cache.parent, size=5000)
     path = build_cuda.run_compiler([str(cache.parent / "compiler")], cache / "cuda.so")
     assert compiled.why_not(path) is None

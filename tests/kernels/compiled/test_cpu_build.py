@@ -91,7 +91,7 @@ def _prompt(step: Step, fmt: PageFormat, slots: SlotGeometry) -> torch.Tensor:
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What a compiler writes down that it is asked for; it takes its time, and makes only headers of libraries."""
+    """The file where a compiler notes what it is asked for; it takes its time, and makes only headers of libraries."""
     asked, compiler = tmp_path / "asked", tmp_path / "compiler"
     compiler.write_text(f"""#!/bin/sh
 [ "$1" = --version ] && exit
@@ -103,7 +103,7 @@ while [ "$1" != -o ]; do shift; done
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("VLLM_KVQ_CACHE", str(tmp_path))
-    # whether or not vLLM has been set up in this process, whose lines do not reach the root
+    # for when vLLM has been set up in this process: the lines of its loggers do not reach the root
     monkeypatch.setattr(build, "logger", logging.getLogger("test_cpu_build"))
     return asked
 
@@ -128,7 +128,7 @@ def test_compiling_says_how_long_and_how_far(asked: Path, caplog: pytest.LogCapt
 def test_it_is_not_silent_for_long(
     asked: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While one source takes long."""
+    """While one source takes a long time."""
     monkeypatch.setattr(build, "SILENT_SECONDS", 0.2)
     with caplog.at_level(logging.INFO):
         build._compile([["sleep", "1.1"]], 1)
@@ -203,14 +203,14 @@ def test_a_wheel_brings_its_library(asked: Path, monkeypatch: pytest.MonkeyPatch
     # it is damaged: no other kernels in its place
     with pytest.raises(build.WheelError, match=r"can't be loaded: .*; reinstall vllm-kvq"):
         build.load.__wrapped__()
-    # the user's own flags ask for a library of one's own
+    # the user's own flags ask for a library of their own
     monkeypatch.setenv(build.EXTRA_FLAGS, "-O2")
     assert build.build() != carried
     monkeypatch.delenv(build.EXTRA_FLAGS)
     carried.rename(build.PREBUILT / "cpu-0123456789abcdef.so")
     with pytest.raises(build.WheelError, match="was not built from the installed C\\+\\+ sources"):
         build.build()
-    # not an announced fall-back, as without a compiler
+    # no announced fall-back, unlike without a compiler
     monkeypatch.setattr(library, "load", build.load.__wrapped__)
     with pytest.raises(build.WheelError):
         library.library.__wrapped__()

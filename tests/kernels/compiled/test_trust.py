@@ -90,7 +90,7 @@ def test_the_owner_of_the_package_is_trusted(library: Path, monkeypatch: pytest.
 
 
 def test_a_group_that_can_write(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allowed is a group that the user has to himself, as Debian's and Red Hat's umask of 002 expects."""
+    """A group that the user has to himself is allowed, as Debian's and Red Hat's umask of 002 expects."""
     me = pwd.getpwuid(os.getuid())
     library.chmod(0o664)
     own = SimpleNamespace(gr_name=me.pw_name, gr_gid=library.stat().st_gid, gr_mem=[])
@@ -117,7 +117,7 @@ def test_a_group_without_a_name(library: Path) -> None:
     os.chown(library.parent, -1, GROUP)
     library.parent.chmod(0o775)
     assert trust.writers(library) == f"the group {GROUP} can write to {library.parent}"
-    os.chown(library.parent, -1, 0)  # root's group: as root
+    os.chown(library.parent, -1, 0)  # root's group counts as root
     assert trust.writers(library) is None
 
 
@@ -186,7 +186,7 @@ def test_what_the_owner_has_compiled_serves_other_users(tmp_path: Path, monkeypa
     assert build_cuda.why_not((9, 0)) is None
     assert build_cuda.build(90) == library
     assert not [*(tmp_path / "user").rglob("*.so")]
-    # but not what others than the owner can have written
+    # but not what anyone but the owner can have written
     library.chmod(0o777)
     assert "no built library in" in (build_cuda.why_not((9, 0)) or "")
 

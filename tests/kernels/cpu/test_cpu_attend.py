@@ -52,7 +52,7 @@ def packed_pages(fmt: PageFormat, pages: int, heads: int, seed: int = 0) -> torc
     k, v = (fmt.widen(x)[0].unflatten(1, (pages * units, fmt.unit)).transpose(0, 1).flatten(0, 1) for x in (key, value))
     repeated = None if state is None else state.repeat(pages * units, 1, 1)
     index = torch.arange(pages * units)
-    # of a request that has begun long before
+    # of a request that began long before
     position = (4096 * fmt.N + index * fmt.unit).repeat_interleave(heads)
     fmt.write(pool, 1 + index // units, index % units, fmt.pack(k, v, repeated, position=position))
     pool[0] = 0xFF
@@ -285,7 +285,7 @@ def test_strided_inputs() -> None:
     pool = packed_pages(fmt, 4, 2)
     wide = torch.zeros(5, 3, fmt.record_bytes + 128, dtype=torch.uint8)
     wide[:, :2, : fmt.record_bytes] = pool
-    query = torch.randn(2, 3, 8, 2, 64).transpose(1, 3)[:, :, :, 1]  # (2, 2, 8, 64) with foreign strides
+    query = torch.randn(2, 3, 8, 2, 64).transpose(1, 3)[:, :, :, 1]  # (2, 2, 8, 64) with unusual strides
     ids, owner = torch.tensor([1, 2, 3, 4]), torch.tensor([1, 0, 1, 0])
     low, high = torch.tensor([0, 3, 5, 0]), torch.tensor([64, 64, 64, 40])
     listed = PageList(ids, owner, low, high)

@@ -23,7 +23,7 @@ MOVED = {"squat": 2e-4, "qjl": 1e-3, "polar": 2e-4, "klt": 2.5e-3, "searched": 2
 """Share of a field's elements that a sum in another order, or another arctangent, may move across a border; else 0.
 
 A parameter that moves by one float16 takes a group of codes with it, hence more than the 1e-5 of single codes; one
-scale of the smallest pool of klt's is 2e-3 of all.
+scale of klt's smallest pool is 2e-3 of them all.
 """
 FITTED = 1e-2
 """The same for scales and zeros that are sums themselves; a zero next to 0 is a difference of larger numbers."""
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 
 
 def tokens(fmt: PageFormat, dtype: torch.dtype, seed: int) -> tuple[Pair, Pair, Units]:
-    """Four complete pages and one more unit of a begun page, from a strided pool and from new tokens, shuffled."""
+    """Four complete pages and one unit of a page just begun, from a strided pool and from new tokens, shuffled."""
     d = fmt.geometry.head_size
     per_page = fmt.N // fmt.unit
     count = 4 * per_page + 1
@@ -65,7 +65,7 @@ def tokens(fmt: PageFormat, dtype: torch.dtype, seed: int) -> tuple[Pair, Pair, 
 
 
 def both(name: str, d: int, dtype: torch.dtype, n: int, **options: object) -> tuple[PageFormat, list[torch.Tensor]]:
-    """The reference's pages and the kernel's; damage is counted equally."""
+    """The reference's pages and the kernel's; both count the same damage."""
     pairing = options.pop("pairing", "half")
     fmt = calibrated(get_format(name).bind(Geometry(d, n, dtype, pairing=str(pairing)), options), H)
     old, new, units = tokens(fmt, dtype, seed=d + n)

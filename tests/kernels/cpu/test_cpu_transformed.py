@@ -50,7 +50,7 @@ def packed(fmt: PageFormat) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_constants_of_other_heads_are_refused(name: str) -> None:
-    """Also none at all: a format can be asked about before its constants are there, but serves nothing."""
+    """So is having none at all: a format can be asked about before its constants are there, but serves nothing."""
     pages = random_pages(calibrated(bound(name), H), 1, H)
     for other, heads in ((bound(name), 0), (calibrated(bound(name), 1), 1), (calibrated(bound(name), 3), 3)):
         assert layout.bind(other) is not None
@@ -63,7 +63,7 @@ def test_constants_of_other_heads_are_refused(name: str) -> None:
 
 
 def test_without_constants_tables_are_float32() -> None:
-    """Also while vLLM makes layers, when the default dtype is the model's."""
+    """Even while vLLM makes layers, when the default dtype is the model's."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -86,7 +86,7 @@ def test_each_head_has_its_own(q: int) -> None:
     got = attended(fmt, pages, q).unflatten(2, (H, -1))
     other = attended(swapped, pages, q).unflatten(2, (H, -1))
     assert (other - got).flatten(3).norm(dim=-1).amin() > 0.01
-    # a head alone, with its own constants, is what it is among others
+    # a head by itself, with its own constants, gives what it gives among others
     for head in range(H):
         one = fmt.with_constants(Constants(keys[head : head + 1], None))
         alone = cpu.attend_packed(
@@ -116,7 +116,7 @@ def test_slots_outside_the_channels_are_refused(monkeypatch: pytest.MonkeyPatch,
 
 
 NO_VALUES = {"avx2": {2: (), 3: (80, 96), 4: ()}, "avx512": {2: (80, 96), 3: (80, 96, 192), 4: ()}}
-"""Head sizes whose planes are no whole vectors, of 8 or of 16 channels, by the bits of a code."""
+"""Head sizes whose planes are not whole vectors, of 8 or of 16 channels, by the bits of a code."""
 
 
 @pytest.mark.parametrize("bits", BITS.choices)

@@ -16,7 +16,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 PATH = (ROOT, HERE, HERE.parent)
 
-# glibc's own, but for large pieces once a test says so. Nothing but the kernels asks for such pieces by this name.
+# glibc's own, except that large pieces are refused once a test says so. Nothing but the kernels asks for such pieces by
+# this name.
 ALLOCATOR = """
 #include <malloc.h>
 #include <stddef.h>

@@ -105,7 +105,7 @@ Plain = Callable[[str, int | None], list[Result]]
 
 @pytest.fixture(scope="module")
 def plain(lab: Lab) -> Plain:
-    """plain(kind, retention) -> plain vLLM's answers to TODO and, where CROWDED says so, to `crowded` behind it. Its
+    """plain(kind, retention) -> plain vLLM's answers to TODO and, where CROWDED says so, to `crowded` after it. Its
     tokens depend neither on what the cache holds nor on the size of blocks."""
 
     @functools.cache
@@ -125,15 +125,15 @@ def test_hits_are_plain_vllms(kind: str, retention: int | None, lab: Lab, plain:
     expected = plain(kind, retention)[: len(TODO)]
     got = lab.run(named(name), TODO, **lossless(**options), **engine)
     total = compare_all(TODO, expected, got)
-    # in 16 bits sums in another order may turn one token; a wrong state or page turns the tokens of every hit
+    # in 16 bits sums in another order may change one token; a wrong state or page changes the tokens of every hit
     assert len(total.mismatches) <= (named(name).dtype != "float32")
     if kind == "Gemma-4":  # plain vLLM makes blocks larger until pages of both sizes are equal
         for ours, plain in zip(got, expected, strict=True):
             assert all(ours.cached[name] >= tokens for name, tokens in plain.cached.items())
     elif kind != "Llama 4":  # plain vLLM needs nothing of a chunk that stops where a hit does
         assert [r.cached for r in got] == [r.cached for r in expected]
-    # an identical prompt and the next turns hit whatever is kept, a prefix in the middle where all is; of states none
-    # is kept in the middle of a chunk
+    # an identical prompt and the next turns hit whatever is kept, a prefix in the middle only where all is; no state is
+    # kept in the middle of a chunk
     hit = {request for result in got for request, tokens in result.cached.items() if tokens}
     assert {"again", "again 2", "turn 3", "branch"} <= hit
     assert ("nested" in hit) == (not named(name).hybrid and (retention is None or kind == "a skipped layer"))

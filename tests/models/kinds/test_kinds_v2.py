@@ -51,7 +51,7 @@ KINDS = [a.name for a in SERVED if (a.windows or a.hybrid) and a.replay and not 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", KINDS)
 def test_tokens_are_the_references(name: str, form: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt in chunks, and a hit on it, by the kernels that are served on a CPU."""
+    """A prompt in chunks, and a hit on it, by the kernels that serve on a CPU."""
     monkeypatch.setenv(RUNNER, "1")
     arch, todo = named(name), few()
     options: dict[str, Any] = {"W": 32, "S": 4, "recompute": 0}

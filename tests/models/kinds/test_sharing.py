@@ -1,4 +1,4 @@
-"""Layers that share an earlier layer's KV cache (Gemma-3n), where the other tests of models do not come: vLLM's V2
+"""Layers that share an earlier layer's KV cache (Gemma-3n), where the other tests of models do not reach: vLLM's V2
 model runner, the GPU's path, compiled models, sharing layers in 16 bits, refusals."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_v2_model_runner(lab: Lab, plain: Result, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.wide
 @pytest.mark.parametrize("runner", ["V1", "V2"])
 def test_gpu_path(runner: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels interpreted; every token is the reference's."""
+    """Its kernels are interpreted; every token is the reference's."""
     for name, value in (("VLLM_KVQ_GPU_PATH", "1"), ("VLLM_KVQ_KERNELS", "torch"), (RUNNER, str(int(runner == "V2")))):
         monkeypatch.setenv(name, value)
     todo = [Trace(tuple(replace(r, max_tokens=4) for r in TRACE.requests))]

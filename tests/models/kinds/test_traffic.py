@@ -124,7 +124,7 @@ def test_windows_with_pages_of_their_own(judged: Judge) -> None:
 @pytest.mark.parametrize("form", KINDS)
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in CASES))
 def test_hits_chunks_and_preemption(name: str, form: str, judged: Judge) -> None:
-    """What a random draw may leave out, by the kernels that are served."""
+    """What a random draw may leave out, by the kernels that servers use."""
     # outlier channels' numbers are bytes, too small for 512 channels
     whole = {"outliers": 0} if (name, form) == ("Gemma-4", "qjl3") else {}
     setup = Setup(form, 32, {"W": 32, "S": 4, **whole}, name, pool=4.0, budget=64, keep_all=True, kernels="auto")

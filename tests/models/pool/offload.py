@@ -98,5 +98,5 @@ def copy_at_once() -> None:
 
 
 def copied(engine: Any) -> dict[str, int]:
-    """How many blocks, in the engine's process."""
+    """How many blocks were copied in the engine's process."""
     return dict(COPIED)

@@ -60,7 +60,7 @@ def todo(reset: bool) -> list[Trace]:
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lossless": ("Llama", "lossless", {"W": 32, "S": 4}),
-    # a page that a request computes behind a hit is fitted to that request: here none does
+    # a page that a request computes after a hit is fitted to that request: here no request does
     "squat2": ("Llama", "squat2", {"recompute": 0}),
     "innerq2": ("Llama", "innerq2", {"recompute": 0, "S": 8}),  # its sinks are on two pages
     "klt3": ("Llama", "klt3", {"recompute": 0}),
@@ -190,8 +190,8 @@ def allow_several_tables() -> None:
     ],
 )
 def test_example_connector_fails_for_the_reasons_given(before: Any, said: str, lab: Lab, tmp_path: Path) -> None:
-    """With packed pages no engine starts; if that is lifted, too, it stops at the first page, in which it looks for a
-    token. (A 16-bit cache it serves, on a CPU, too.)"""
+    """With packed pages no engine starts; if what prevents it is lifted, too, the connector stops at the first page, in
+    which it looks for a token. (It does serve a 16-bit cache, also on a CPU.)"""
     from vllm.config import KVTransferConfig
 
     extra = {"shared_storage_path": str(tmp_path)}

@@ -56,7 +56,7 @@ def taken_and_said(traced: Any) -> tuple[int, int]:
     ],
 )
 def test_a_request_takes_what_is_said(name: str, format_name: str, windows: int, lab: Lab) -> None:
-    """vLLM counts a block more for each of the groups of `windows`, because a window may begin in the middle of one."""
+    """vLLM counts one more block for each of the groups of `windows`, as a window may begin in the middle of one."""
     arch, rng = named(name), random.Random(3)
     prompt = tuple(rng.choice(PROMPT_TOKENS) for _ in range(LENGTH - 5))
     engine = {
@@ -102,8 +102,7 @@ KINDS = {
     "Falcon-H1": "innerq2",
 }
 WANTED, LONG, WINDOW = 6, 3072, 2048
-"""Requests, the tokens of each, and of a window: so long that it makes hardly a difference where in a block one
-begins."""
+"""Requests, the tokens of each, and of a window: so long that it hardly matters where in a block one begins."""
 
 
 @pytest.mark.wide

@@ -1,4 +1,4 @@
-"""The name of a budget: the most precise format within it that a server can have, found at start-up and said."""
+"""The name of a budget: the most precise format within it that a server can have, found and reported at start-up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMITS = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 28}
 
 
 def chosen(model: Path, budget: str, **arguments: Any) -> tuple[Chosen, Any]:
-    """As a server does it, and the same asked again of the finished configuration."""
+    """What a server chooses, and chooses again when asked with the finished configuration."""
     from vllm.engine.arg_utils import EngineArgs
 
     config = EngineArgs(str(model), kv_cache_dtype=budget, **LIMITS, **arguments).create_engine_config()

@@ -45,7 +45,7 @@ def test_capacity_is_vllms_count(case: str, bare: Bare) -> None:
     assert said is not None
     concurrency = get_max_concurrency_for_kv_cache_config(vllm_config, config)
     assert report.Capacity.of(served, BLOCKS).per_request == round(BLOCKS / concurrency)
-    if {"w", "m"} & {*kinds}:  # vLLM counts for each request what only one at a time takes of windows and states
+    if {"w", "m"} & {*kinds}:  # for windows and states, vLLM counts for each request what only one at a time takes
         assert said.tokens >= int(concurrency * vllm_config.model_config.max_model_len)
     else:
         assert said.tokens == int(concurrency * vllm_config.model_config.max_model_len)

@@ -1,4 +1,4 @@
-"""What disks and users' folders do to a file of constants: no half file is ever read, and no start fails by it."""
+"""What disks and users' folders do to a file of constants: none is read half-written, and none of it stops a start."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_full_disk_stops_no_start(tmp_path: Path, warnings: list[str]) -> None
 
 
 def test_a_folder_that_takes_nothing_stops_no_start(warnings: list[str]) -> None:
-    """Not even root may write into the kernel's own."""
+    """Not even root may write into the kernel's own folder."""
     fitting._keep(Source(Path("/proc/kvq/constants.safetensors"), BELONGS, None), constants())
     assert len(warnings) == 1
     assert "can't be kept in /proc/kvq" in warnings[0]
@@ -140,7 +140,7 @@ def test_weights_are_told_apart_at_both_ends(place: int, tmp_path: Path) -> None
 
 
 def test_keys_that_are_not_finite_fit_nothing() -> None:
-    """In float16 they may not be. A file with NaN would pass for whole in all later starts."""
+    """In float16 they might not be finite. A file with NaN would pass for sound in all later starts."""
     x = torch.randn(8, 2, 16)
     assert fitting._on_host(Moments.of(x, x)).tokens.tolist() == [8, 8]
     for wrong in (Moments.of(x * torch.inf, x), Moments.of(x, x * torch.nan)):

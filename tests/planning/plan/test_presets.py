@@ -75,7 +75,7 @@ def best_quality(name: str) -> bool:
 
 
 def solves_as_many(name: str) -> bool:
-    """Of HumanEval's problems, as a 16-bit cache, within chance."""
+    """As many of HumanEval's problems as a 16-bit cache, within chance."""
     with (RESULTS / "humaneval-qwen2.5-0.5b.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     ours, plain = ([row["passed"] == "True" for row in rows if row["format"] == label] for label in (name, "auto"))

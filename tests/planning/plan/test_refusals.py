@@ -174,7 +174,7 @@ def test_weights_that_do_not_fit_next_to_the_caches(model: Path, monkeypatch: py
 
 
 def test_weights_are_those_of_all_shards(tmp_path: Path) -> None:
-    """And of one kind of files, where a checkpoint has two."""
+    """And of one kind of file, where a checkpoint has two."""
     for name, size in (("model-1.safetensors", 300), ("model-2.safetensors", 200), ("pytorch_model.bin", 700)):
         (tmp_path / name).write_bytes(bytes(size))
     assert weights.weight_bytes(tmp_path) == 500

@@ -149,7 +149,7 @@ def test_the_platform_does_all_of_it(case: str, configured: Bare) -> None:
 
 @pytest.mark.parametrize(("form", "tokens"), [("squat2", 32), ("lossless", 128)])
 def test_pages_of_a_window_fill_the_blocks_of_the_pool(form: str, tokens: int, bare: Bare) -> None:
-    """With packed pages of a fifth of their bytes; and of the same size, where smaller ones would save nothing."""
+    """Where packed pages have a fifth of their bytes; and as many, where smaller ones would save nothing."""
     long = {"sliding_window": 512, "max_position_embeddings": 2048}
     served = plan(bare(kv_cache_dtype=form, model="Gemma-3", max_model_len=2048, numbers=long))
     assert (served.format.N, served.window_block) == (128, tokens)

@@ -354,7 +354,7 @@ def test_options_by_layer(checked: Check, model: Path, capsys: pytest.CaptureFix
 
 
 def test_the_capacity_is_the_start_lines(checked: Check, model: Path) -> None:
-    """For the blocks that vLLM makes of that memory: bytes of the pool by bytes of a page in all layers of a group."""
+    """For the blocks that vLLM makes of that memory: bytes of the pool / bytes of a page in all layers of a group."""
     found = checked("--kv-cache-dtype", "squat2", "--max-model-len", "256")
     served = dry_start.dry_start([str(model), "--kv-cache-dtype", "squat2", "--max-model-len", "256"]).served
     line = parse_capacity(report.start_line(served, GIB // (2 * served.page_bytes)))

@@ -59,7 +59,7 @@ def test_what_is_refused_has_its_sentence(model: Path, capsys: pytest.CaptureFix
 def test_the_recommended_format_comes_first_where_it_is_another(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of those that take an option of kitty's: not what the budget means without it."""
+    """The first of those that take an option of kitty's, not what the budget means without that option."""
     status, found = survey(model, capsys, "--additional-config", '{"kvq": {"boost": "half"}}')
     recommended = next(name for name in BUDGETS[RECOMMENDED].formats if FORMATS[name].keys.name == "kitty")
     assert status == 0

@@ -192,7 +192,7 @@ def test_a_block_size_in_a_file(planned: Planned, tmp_path: Path) -> None:
 
 
 def test_ranks_in_a_file(planned: Planned, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The plan would count one rank; the format and the memory that a server's file has are no harm."""
+    """The plan would count one rank; the format and the memory that a server's file has do no harm."""
     file = tmp_path / "serve.yaml"
     file.write_text("tensor-parallel-size: 2\nkv-cache-dtype: kitty2\nkv-cache-memory-bytes: 4G\n")
     flags = ("--formats", "kitty2", "--config", str(file))

@@ -37,7 +37,7 @@ CACHE_BYTES = 300 << 20
 
 @pytest.mark.parametrize("case", ON_PAPER)
 def test_a_plan_on_paper_is_vllms(case: str, bare: Bare) -> None:
-    """`vllm-kvq plan` counts the tokens of a cache of given bytes as vLLM does that gets these bytes: to one page."""
+    """`vllm-kvq plan` counts the tokens of a cache of given bytes as vLLM does when it gets them: to within a page."""
     arguments, kinds = ON_PAPER[case]
     vllm_config = bare(**arguments)
     served, stages = plan(vllm_config), vllm_config.parallel_config.pipeline_parallel_size
@@ -82,7 +82,7 @@ def plain_specs(vllm_config: Any, served: Served, kinds: str, dtype: torch.dtype
         current_platform._align_hybrid_block_size(vllm_config, CPUAttentionBackend)
     for i, kind in enumerate(kinds):
         if kind == "m":
-            # MambaMixer2 has a state more, which patches/served/states.py takes away where we serve
+            # MambaMixer2 has one more state, which patches/served/states.py takes away where we serve
             found[f"layers.{i}"] = replace(state_spec(vllm_config), num_prefill_checkpoint_blocks=1)
             continue
         of, how, arch = model, vllm_config.parallel_config, model.model_arch_config[i]
