@@ -2,7 +2,7 @@
 
     python bench/gpu_sweep.py --out sweep.csv [--formats kitty2,innerq2]
 
-What it finds stands in vllm_kvq/kernels/gpu/triton: `attend_launch` of layout.py, and kernels.py.
+What it finds goes into vllm_kvq/kernels/gpu/triton: `attend_launch` of layout.py, and kernels.py.
 """
 
 from __future__ import annotations

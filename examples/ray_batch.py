@@ -11,7 +11,7 @@ The first has a GPU for each engine (with `--tensor-parallel-size N`, N of them)
     answers     a folder of JSON lines (*.json) or Parquet, with "answer", "tokens" and "error" in addition, unordered.
                 "error" is empty where there is an answer. Otherwise it says why not: the prompt was too long, say.
 
-After the job was killed, start it again with the same arguments. Ray Data notes in answers.done, next to answers, which
+If the job is killed, start it again with the same arguments. Ray Data notes in answers.done, next to answers, which
 ids are answered. Both are on a file system that all machines share. To start over, delete both.
 
 All options of `vllm serve` that describe an engine are understood. Needs: pip install "ray[data]==2.60.0" jsonref
@@ -157,7 +157,7 @@ class Ask:
     def prompt(self, row: Row) -> Row:
         if self.tokenizer is None:
             if not isinstance(row["prompt"], str) or not row["prompt"]:
-                raise ValueError('"prompt" is not a text, or empty')
+                raise ValueError('"prompt" is not a text, or is empty')
             return {"prompt": row["prompt"]}
         # as tokens: vLLM would put a second <bos> before a template's text
         messages = [dict(message) for message in row["messages"]]

@@ -1,4 +1,5 @@
-"""What charts of others say of examples/kubernetes, for tests/shipping/test_kubernetes.py, which has no charts or Helm.
+"""What other projects' charts say about examples/kubernetes, for tests/shipping/test_kubernetes.py, which has no charts
+and no Helm.
 
     pip install helm-python-sdk==0.2.2 pyyaml      # Helm's own library, 250 MB, in an environment of its own
     python scripts/charts.py FOLDER                # writes tests/shipping/charts

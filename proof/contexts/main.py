@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=lengths, default=LENGTHS, metavar="TOKENS,...", help=usual)
     text = "tokens per page (default: %(default)s)"
     parser.add_argument("--block-size", type=int, default=64, metavar="N", help=text)
-    text = "concurrent engines, of gigabytes each (default: %(default)s)"
+    text = "concurrent engines, each taking gigabytes (default: %(default)s)"
     parser.add_argument("--jobs", type=int, default=1, help=text)
     parser.add_argument("--report", type=Path, metavar="FILE", help="Markdown file for processor, command and table")
     options = parser.parse_args(argv)

@@ -58,7 +58,7 @@ class Fault:
         ((first, last),) = found
         changed = text[start:first] + self.after + text[last:end]
         if path.suffix == ".py" and not _differ(text[start:end], changed):
-            raise Stale(f"{self.where} is as before with the text replaced, or no Python")
+            raise Stale(f"{self.where} is the same with the text replaced, or is not Python")
         return text[:start], changed, text[end:]
 
     def _extent(self, text: str) -> tuple[int, int]:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--cases", type=int, default=DEFAULT_CASES, help="combinations (default: %(default)s)")
-    length.add_argument("--minutes", type=float, help="draw until they are over")
+    length.add_argument("--minutes", type=float, help="keep drawing for this long")
     parser.add_argument("--formats", type=words(sorted(SERVED)), default=SERVED, metavar="FORMAT,...")
     parser.add_argument("--path", type=words([*WISHES]), default=["PyTorch", "C++"], metavar="PATH,...")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="judge this one combination")

@@ -3,7 +3,7 @@
     python -m proof site                    builds the site, and writes PNG files to build/screens
     python -m proof site --pages models.html,gpu.html --out DIR
 
-It exits with 1 if a page lacks its heading or a picture, is wider than the screen, or if its console says an error.
+It exits with 1 if a page lacks its heading or a picture, is wider than the screen, or if its console reports an error.
 """
 
 from __future__ import annotations

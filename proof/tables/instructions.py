@@ -3,8 +3,9 @@
     python -m proof instructions --formats all
 
 Each kernel attends one KV head's tokens at two contexts on one thread, with the processor stopped after every
-instruction; what the longer context takes more, divided by its further elements (head size, keys and values), is the
-cost of an element for all query heads of the group together. Only instructions of the kernel's own library count.
+instruction; what the longer context takes in addition, divided by its additional elements (head size, keys and values),
+is the cost of an element for all query heads of the group together. Only instructions of the kernel's own library
+count.
 x86-64 Linux.
 
 On a processor with AVX-512 but without VNNI and VBMI, the kernels for those are counted with

@@ -36,7 +36,7 @@ def test_what_a_server_did() -> None:
     ("said", "seen", "log", "sentence"),
     [
         ({"completed": 5}, [1.0], LOG, "5 of 6 requests were answered by the server with klt3"),
-        ({"total_output_tokens": 191}, [1.0], LOG, "klt3 answered 191 tokens, not 6 times 32"),
+        ({"total_output_tokens": 191}, [1.0], LOG, "klt3 returned 191 tokens, not 6 times 32"),
         ({}, [], LOG, "does not say what runs"),
         ({}, [1.0], "no line", "does not say what runs or what fits; vLLM's log has changed"),
     ],

@@ -161,7 +161,7 @@ MISTAKES: list[tuple[type[RawKeys], str, str]] = [
         "unpack returns keys as torch.float32 of shape (8, 64, 32), not torch.float32 of (8, 32, 64)",
     ),
     (Half, "unpack", "unpack returns keys as torch.float16 of shape (8, 32, 64), not torch.float32 of (8, 32, 64)"),
-    (Narrow, "features", "query_features returns 63 numbers of a query, and key_features 64 of a key"),
+    (Narrow, "features", "query_features returns 63 numbers for a query, and key_features 64 for a key"),
     (Raises, "unpack", "KeyError: 'k_codes'"),
 ]
 

@@ -125,19 +125,19 @@ def test_known_cases(level: int) -> None:
                 slow.slow(bound(name, d))
             )
     assert slow.slow(bound("polar4", 128, {"mode": "paper", "group": 16})) == (
-        "polar4 is attended slowly here, the fast kernels don't serve its keys with mode=paper and its values with "
+        "polar4 is attended slowly here: the fast kernels don't serve its keys with mode=paper and its values with "
         "group=16; leave out 'mode' and 'group'"
     )
     # only what is responsible
     assert slow.slow(bound("squat2", 128, {"value_bits": 4, "group": 16})) == (
-        "squat2 is attended slowly here, the fast kernels don't serve its values with group=16; leave out 'group'"
+        "squat2 is attended slowly here: the fast kernels don't serve its values with group=16; leave out 'group'"
     )
     assert slow.slow(bound("polar4_v16", 128)) == (
-        "polar4_v16 is attended slowly here, the fast kernels don't serve its keys as polar4_v16 stores them and its "
+        "polar4_v16 is attended slowly here: the fast kernels don't serve its keys as polar4_v16 stores them and its "
         "values as polar4_v16 stores them; --kv-cache-dtype auto may be faster"
     )
     assert slow.slow(bound("squat4", 80, {"keys": "innerq"})) == (
-        "squat4 is attended slowly here, the fast kernels don't serve its keys at head size 80 "
+        "squat4 is attended slowly here: the fast kernels don't serve its keys at head size 80 "
         "(they do at 64, 112, 128, 256 and 512); --kv-cache-dtype auto may be faster"
     )
 

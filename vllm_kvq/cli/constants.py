@@ -67,7 +67,7 @@ def wrong_usage(args: argparse.Namespace, given: Sequence[str]) -> str | None:
             known = ", ".join(c.format for c in _calibrated())
             return f"--formats: {choice.label} has no constants that a server fits; there are {known}"
     if args.out and len(_by_file(args.formats)) > 1:
-        return "--out takes the constants of one kind of formats, and these have several; name fewer in --formats"
+        return "--out takes the constants of one kind of format, and these have several; name fewer in --formats"
     return _wrong_model(args.model) or _wrong_text(args.model, args.text)
 
 

@@ -88,7 +88,7 @@ def ignored(options: argparse.Namespace, given: Sequence[str], more: Sequence[st
         if (ranks := values(listed, flag)) and not values(given, own):
             return f"in {values(words, CONFIG)[-1]}, {flag} is {ranks[-1]}, which is {own} here; add {own} {ranks[-1]}"
     if options.weights and not options.gpu_memory:
-        return "--weights is taken off --gpu-memory, which is not given; leave it out"
+        return "--weights is subtracted from --gpu-memory, which is not given; leave it out"
     return None
 
 

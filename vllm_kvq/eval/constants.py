@@ -1,7 +1,7 @@
 """Where calibrated formats get their constants in an evaluation: those that can be served, from a server of the
 model (integration/preview/constants.py). Others' are fitted to these texts, none of which an evaluation measures:
 
-    documentation  paragraphs of Python's that `tasks.text` leaves out
+    documentation  paragraphs of Python's, from `tasks.filler`
     code           modules of transformers
     chats          functions of other such modules as answers, in the model's own chat template
 

@@ -34,7 +34,7 @@ class ByLayer:
         if option in SHARED:
             raise ValueError(f"option {option!r} is given by layer, and must be the same in all layers")
         if REST not in given:
-            raise ValueError(f'option {option!r} is given by layer without "{REST}", which says it for all others')
+            raise ValueError(f'option {option!r} is given by layer without "{REST}", which sets it for all others')
         named = tuple((_layers(option, name), value) for name, value in given.items() if name != REST)
         seen: set[int] = set()
         for layers, _ in named:

@@ -106,7 +106,7 @@ def wrong_features(page: PageFormat, fields: Packed, query: torch.Tensor) -> str
     key, g = (by_head(x, len(query)) for x in (page.unpack(fields)[0], page.key_features(fields)))
     f = page.query_features(query)
     if f.shape[-1] != g.shape[-1]:
-        return f"query_features returns {f.shape[-1]} numbers of a query, and key_features {g.shape[-1]} of a key"
+        return f"query_features returns {f.shape[-1]} numbers for a query, and key_features {g.shape[-1]} for a key"
     want, got = query @ key.mT, f @ g.mT
     error = ((got - want).norm() / want.norm().clamp_min(1e-30)).item()
     if not error <= FEATURES_BOUND:

@@ -66,9 +66,9 @@ def _check(key: torch.Tensor, value: torch.Tensor, query: torch.Tensor | None) -
         if x is None and name == "query":
             continue
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it takes a torch.Tensor, as torch.as_tensor makes it")
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor, which torch.as_tensor makes")
         if not x.is_floating_point():
-            raise ValueError(f"{name} is of {x.dtype}; it takes floating point numbers, as {name}.float() has")
+            raise ValueError(f"{name} is of {x.dtype}; it must hold floating point numbers; use {name}.float()")
     if key.shape != value.shape or key.dim() != 3 or not key.shape[1]:
         raise ValueError(
             f"key {tuple(key.shape)} and value {tuple(value.shape)} must both be (tokens, heads, head_size)"

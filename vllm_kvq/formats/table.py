@@ -232,7 +232,7 @@ def _unknown(name: str) -> str:
     if name in BUDGETS:
         formats = " or ".join(BUDGETS[name].formats)
         return (
-            f"{name!r} is a budget, which is {formats} by model and server; name the format, or ask "
+            f"{name!r} is a budget, which means {formats}, depending on model and server; name the format, or ask "
             f"`vllm-kvq check MODEL --kv-cache-dtype {name}` for it"
         )
     known = [fmt.name for fmt in public_formats()]

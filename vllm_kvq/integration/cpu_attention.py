@@ -16,7 +16,7 @@ def prepare() -> None:
     """Must have been called before any of vLLM's attention operators is."""
     # Linux has a process ask before its first AMX instruction, which otherwise raises SIGILL
     if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
-        raise AMXError("Linux refuses this process AMX, with which vLLM's CPU attention computes on this processor")
+        raise AMXError("Linux denies this process AMX, which vLLM's CPU attention uses on this processor")
     # its wheel holds one library per processor, and a second one can't be loaded
     if not hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
         from vllm.platforms import current_platform

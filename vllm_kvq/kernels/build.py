@@ -182,7 +182,7 @@ def _cache_dir() -> Path:
         try:
             path.mkdir(0o755, parents=True, exist_ok=True)
         except OSError as error:
-            raise BuildError(f"{CACHE} is {path}, which can't be made a folder: {error.strerror}") from error
+            raise BuildError(f"{CACHE} is {path}, which can't be made into a folder: {error.strerror}") from error
         if (who := trust.folder_writers(path)) is not None:
             raise BuildError(f"{CACHE} is {path}, from which no library is loaded, because {who}; {_OWN}")
         return path

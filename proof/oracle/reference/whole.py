@@ -91,7 +91,7 @@ class Whole:
                 behind = position[:, None] - torch.cat([where, reads.position])
                 seen = there & (behind < wanted[:, None])
                 if (seen.sum(1) != wanted).any():
-                    raise RuntimeError(f"{life.name}: layer {layer} would have read tokens that vLLM keeps no longer")
+                    raise RuntimeError(f"{life.name}: layer {layer} would have read tokens that vLLM no longer keeps")
                 out[reads.rows][some] = _softmax(q[reads.rows][some], keys, values, seen, scale, cap, learned)
         return out
 

@@ -89,7 +89,7 @@ def test_what_is_said(bare: Bare) -> None:
     assert report.part_lines(made) == ["kvq: layer 0: m=512, bits=6.438", "kvq: layer 1: m=128, bits=3.438"]
     (sentence,) = report.path_warnings(made)
     assert sentence.startswith(
-        "in layer 0 qjl3 is attended slowly here, the fast kernels don't serve its keys with m=512"
+        "in layer 0 qjl3 is attended slowly here: the fast kernels don't serve its keys with m=512"
     )
     alike = plan(bare(**kvq("qjl3", m={"0": 512, "*": 512})))
     assert (len(alike.parts), report.part_lines(alike), alike.mixed) == (1, [], False)
@@ -106,7 +106,7 @@ def test_the_slowest_path_serves_all_layers(bare: Bare, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"m": {"0": 64}}, "option 'm' is given by layer without \"*\", which says it for all others"),
+        ({"m": {"0": 64}}, "option 'm' is given by layer without \"*\", which sets it for all others"),
         ({"m": {"0-2": 64, "*": 32}}, "option 'm' names layer 2; the model has layers 0 to 1"),
         ({"m": {"0-1": 64, "1": 96, "*": 32}}, "option 'm' names layer 1 more than once"),
         ({"m": {"first": 64, "*": 32}}, "option 'm' is given by layer, and 'first' names none; write \"7\" or \"0-3\""),

@@ -87,7 +87,7 @@ def test_a_format_is_fitted_to_the_whole_prompt(captured: Captured) -> None:
 
 
 def test_a_window_as_long_as_the_text_leaves_nothing_to_pack(captured: Captured) -> None:
-    with pytest.raises(ValueError, match=r"squat2 packs none, .*; it takes at least 1120$"):
+    with pytest.raises(ValueError, match=r"squat2 packs none of .*; it takes at least 1120$"):
         head_errors(captured, "squat2", {"W": 1024})
 
 

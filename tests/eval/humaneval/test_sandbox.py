@@ -32,8 +32,8 @@ def test_a_program_that_comes_to_its_end(namespaces: bool) -> None:
         ("def f(:", "SyntaxError: "),
         ("raise SystemExit(0)", "SystemExit: 0"),
         ("from typing import int", "ImportError: cannot import name 'int' from 'typing' (typing.py)"),
-        ("import os; os._exit(0)", "it left before its end"),
-        ("import os; os._exit(97)", "it left before its end"),
+        ("import os; os._exit(0)", "it exited before its end"),
+        ("import os; os._exit(97)", "it exited before its end"),
         ("import os; os.abort()", "killed by SIG"),
         ("f = lambda: f()\nf()", "RecursionError: "),
         ("import os; os.write(3, b'passed'); os._exit(0)", ""),
@@ -53,18 +53,18 @@ def test_a_forked_copy_has_no_say(namespaces: bool) -> None:
 
 
 def test_a_loop_costs_its_processor_time(namespaces: bool) -> None:
-    assert run("while True: pass", namespaces).reason == "no end after 1 seconds of processor time"
+    assert run("while True: pass", namespaces).reason == "still running after 1 s of processor time"
 
 
 def test_so_does_one_that_takes_no_notice(namespaces: bool) -> None:
     program = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
-    assert run(program, namespaces).reason == "no end after 1 seconds of processor time"
+    assert run(program, namespaces).reason == "still running after 1 s of processor time"
 
 
 def test_a_sleep_costs_its_time(namespaces: bool) -> None:
     begun = time.monotonic()
     verdict = run("import time; time.sleep(600)", namespaces, Limits(seconds=1))
-    assert verdict.reason == "no end after 1 seconds"
+    assert verdict.reason == "still running after 1 s"
     assert time.monotonic() - begun < sandbox.GRACE
 
 

@@ -77,7 +77,7 @@ def test_fp8_is_e4m3() -> None:
 
 # -- models -----------------------------------------------------------------------------------------------------------
 def tiny(folder: Path, kind: str, **more: Any) -> Path:
-    """A random model of another family, with a tokenizer that is of no use."""
+    """A random model of another family."""
     import transformers
 
     sizes: dict[str, Any] = {

@@ -46,7 +46,7 @@ def test_what_names_no_layers(name: Any) -> None:
 
 
 def test_the_rest_must_be_said() -> None:
-    assert refusal("m", {"0-99": 1}) == "option 'm' is given by layer without \"*\", which says it for all others"
+    assert refusal("m", {"0-99": 1}) == "option 'm' is given by layer without \"*\", which sets it for all others"
 
 
 @pytest.mark.parametrize("given", [{"0-3": 1, "3": 2}, {"3": 1, 3: 2}, {"2-9": 1, "0-3": 1}])

@@ -44,7 +44,7 @@ def prefixes(n: int) -> tuple[Trace, Trace]:
 
 
 def same_step(n: int) -> Trace:
-    """Two requests with one prefix in the same step: the second may read pages that the first completes in it."""
+    """Three requests with one prefix in the same step: the later ones may read pages that the first completes in it."""
     words = _Words(3)
     shared = words(5 * n)
     return Trace(tuple(Request(f"twin{i}", shared + words(5 + i), 25) for i in range(3)))

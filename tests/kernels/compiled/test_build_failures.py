@@ -60,7 +60,7 @@ def own_mounts() -> bool:
 def test_a_disk_that_takes_nothing(options: str, said: str, advice: str, cache: Path) -> None:
     """Real disks, in a namespace of their own: one sentence says what to do, and nothing half-written stays."""
     if not own_mounts():
-        pytest.skip("this system lets us mount nothing")
+        pytest.skip("this system doesn't let us mount anything")
     compiles(cache.parent, size=1 << 15)
     script = f'mount -t tmpfs -o {options},mode=755 none {cache} && "$@"; status=$?; ls {cache}; exit $status'
     done = python(BUILD, "unshare", "-rm", "sh", "-c", script, "sh")

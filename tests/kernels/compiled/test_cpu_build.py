@@ -189,7 +189,7 @@ def test_a_truncated_library_is_not_loaded(share: float, tmp_path: Path) -> None
 def test_a_cache_that_can_not_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("VLLM_KVQ_CACHE", str(tmp_path / "file" / "folder"))
-    with pytest.raises(build.BuildError, match="/folder, which can't be made a folder: Not a directory"):
+    with pytest.raises(build.BuildError, match="/folder, which can't be made into a folder: Not a directory"):
         build.build()
 
 

@@ -83,7 +83,7 @@ def test_a_refusal_is_a_sentence(
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
     assert main(["bench", command, "--context", "256", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {
-        "error": "Linux refuses this process AMX, with which vLLM's CPU attention computes on this processor",
+        "error": "Linux denies this process AMX, which vLLM's CPU attention uses on this processor",
         "instead": "VLLM_KVQ_ISA=avx2 compares with vLLM's build for AVX2, which does without",
     }
     assert calls == []

@@ -63,7 +63,7 @@ def test_a_budget_is_not_nothing() -> None:
 
 def test_only_a_server_knows_what_it_means() -> None:
     assert "kvq3" not in FORMATS
-    with pytest.raises(KeyError, match="'kvq3' is a budget, which is klt3 or kitty2 by model and server; name the"):
+    with pytest.raises(KeyError, match="'kvq3' is a budget, which means klt3 or kitty2, depending on model and server"):
         FORMATS["kvq3"]
 
 

@@ -107,7 +107,7 @@ def test_every_process_says_the_same(name: str | None, configured: Bare) -> None
 
 
 def test_the_layout_and_constants_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So far calibrated formats are only measured; that they are different is known already."""
+    """Pages of another layout, or with other constants, mean something else."""
     fmt = get_format("squat2").bind(Geometry(64, 64), {})
     before = fingerprint.format_meaning(fmt)
     monkeypatch.setattr(fingerprint, "MAGIC", fingerprint.MAGIC + 1)

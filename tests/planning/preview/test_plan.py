@@ -292,7 +292,7 @@ def test_a_large_model_fits_the_terminal(tmp_path: Path, capsys: pytest.CaptureF
         (("--context", "0"), "argument --context: 0 is below 1"),
         (("--formats", "kity2"), "did you mean 'kitty2'?"),
         (("--gpu-memory", "80G", "--cache-bytes", "4G"), "not allowed with argument"),
-        (("--weights", "3G"), "--weights is taken off --gpu-memory, which is not given"),
+        (("--weights", "3G"), "--weights is subtracted from --gpu-memory, which is not given"),
         (("--tensor-parallel-size", "2"), "--tensor-parallel-size is --tp here"),
         (("--kv-cache-memory-bytes=4G",), "--kv-cache-memory-bytes is --cache-bytes here"),
     ],

@@ -158,7 +158,7 @@ def judged(
         raise ServerError(f"{said['completed']} of {load.requests} requests were answered by the server with {name}")
     if said["total_output_tokens"] != load.requests * load.answer:
         raise ServerError(
-            f"the server with {name} answered {said['total_output_tokens']} tokens, not "
+            f"the server with {name} returned {said['total_output_tokens']} tokens, not "
             f"{load.requests} times {load.answer}"
         )
     if not seen or (fits := FITS.search(log)) is None:

@@ -29,8 +29,8 @@ REPORT = Report(
     "Tokens per second against requests in flight",
     (
         "fit: the tokens that vLLM says fit in the cache. in flight: requests that ran at the same time, the median of "
-        "the whole load. Tokens are those of answers. First token and token: the middle and the slowest hundredth of "
-        "all requests. pre-empted: how often a request lost its cache and was computed again. hits: the share of "
+        "the whole load. Tokens are those of answers. First token and token: the median and the 99th percentile of all "
+        "requests. pre-empted: how often a request lost its cache and was computed again. hits: the share of "
         "prompts' tokens that the prefix cache had.",
     ),
 )

@@ -65,7 +65,7 @@ def _refuse_twins(node: yaml.Node | None, name: str) -> None:
         line = key.start_mark.line + 1
         if isinstance(key, yaml.ScalarNode) and lines.setdefault(key.value, line) != line:
             raise Unreadable(
-                f"{FLAG}: {name} has {key.value} in lines {lines[key.value]} and {line}, of which only the last would "
+                f"{FLAG}: {name} has {key.value} on lines {lines[key.value]} and {line}, of which only the last would "
                 "be read; put what belongs to both under one of them"
             )
         _refuse_twins(value, name)

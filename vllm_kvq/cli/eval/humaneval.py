@@ -161,7 +161,7 @@ def table(benchmark: Benchmark, found: Sequence[Score]) -> console.Table:
         ]  # fmt: skip
         label = "bf16" if plain and benchmark.model.dtype == "bfloat16" else score.choice.label
         rows.append([label, bits, f"{score.solved}/{len(score.answers)}", share, *against, cut])
-    context = f", behind {benchmark.behind} tokens of solved problems" if benchmark.behind else ""
+    context = f", after {benchmark.behind} tokens of solved problems" if benchmark.behind else ""
     title = f"HumanEval, {benchmark.limit} of {COUNT} problems, greedy{context}: {benchmark.model.name}"
     head = ["format", "bits", "solved", "pass@1, %", "lost", "won", "p", "same", "cut"]
     return console.Table(head, rows, title=title)

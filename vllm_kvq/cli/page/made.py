@@ -41,7 +41,7 @@ def made() -> list[tuple[str, str]]:
     found = [("vllm_kvq", __version__)]
     found += [(name, number) for name, packages in PACKAGES.items() if (number := installed(packages))]
     found.append(("Python", platform.python_version()))
-    found.append(("processor", f"{processor_name()}, {len(os.sched_getaffinity(0))} cores of it"))
+    found.append(("processor", f"{processor_name()}, {len(os.sched_getaffinity(0))} of its cores"))
     if torch.cuda.is_available():
         found.append(("GPU", torch.cuda.get_device_name()))
     return [*found, ("written", datetime.now().astimezone().isoformat(" ", "seconds"))]

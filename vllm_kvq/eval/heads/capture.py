@@ -69,7 +69,7 @@ class Captured:
         those of all layers. Raises ValueError if the constants are not known."""
         if not (page.keys.reference_only or page.values.reference_only):
             if self.of_server is None:
-                raise ValueError("the format has constants of a server, and nobody has asked one")
+                raise ValueError("the format takes its constants from a server, and none was asked")
             return page.with_constants(self.of_server(page.name, options)[layer.index])
         if self.calibration is None:
             raise ValueError("the format has constants that are fitted to another text, and no other text was captured")

@@ -41,7 +41,7 @@ def bound(captured: Captured, layer: Layer, name: str, options: Mapping[str, Any
     geometry = Geometry(layer.head_size, settings.N or block, layer.key.dtype, layer.index)
     if settings.keys.pairs_channels:
         if captured.pairing is None:
-            raise ValueError(f"{name} needs to know which channels RoPE rotates together, and this model does not tell")
+            raise ValueError(f"{name} needs to know which channels RoPE rotates together, and this model does not say")
         geometry = replace(geometry, pairing=captured.pairing, rotary_dim=captured.rotary_dim)
     page = fmt.bind(geometry, options)
     if page.calibrated:
@@ -77,8 +77,8 @@ def layer_errors(page: PageFormat, layer: Layer) -> list[HeadError]:
     least = min(page.W, page.W_keys) + (page.S // page.unit + 1) * page.unit
     if context < least:
         raise ValueError(
-            f"of a text of {len(layer.key)} tokens {page.name} packs none, because its window, its sinks and the last "
-            f"{READERS} tokens, which read the cache, are all; it takes at least {least + READERS}"
+            f"{page.name} packs none of a text of {len(layer.key)} tokens, because its window, its sinks and the "
+            f"last {READERS} tokens, which read the cache, take up all of it; it takes at least {least + READERS}"
         )
     query, key, value = layer.query[:context], layer.key[:context], layer.value[:context]
     key_hat, value_hat = as_cached(page, query, key, value)

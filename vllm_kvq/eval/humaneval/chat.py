@@ -75,7 +75,7 @@ class Chat:
                 drawn = drawn[: count - 1]
                 break
         if not drawn:
-            raise ValueError(f"{most} tokens have no room for one solved problem; make --context larger")
+            raise ValueError(f"{most} tokens leave no room for even one solved problem; make --context larger")
         return tuple(drawn)
 
 

@@ -235,19 +235,19 @@ def _watch(child: int, pipe: int, word: str, task: Task) -> tuple[bool, str]:
     if filled:
         return False, f"more than {task['folder_bytes']} bytes or {task['files']} files in its folder"
     if status is None:
-        return False, f"no end after {task['seconds']} seconds"
+        return False, f"still running after {task['seconds']} s"
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         killed_late = number == signal.SIGKILL and used.ru_utime + used.ru_stime >= task["cpu_seconds"]
         if number == signal.SIGXCPU or killed_late:
-            return False, f"no end after {task['cpu_seconds']} seconds of processor time"
+            return False, f"still running after {task['cpu_seconds']} s of processor time"
         return False, f"killed by {signal.Signals(number).name}"
     text = said.decode(errors="replace")
     if text == word:
         return True, "passed"
     shown = "".join(c if c.isprintable() else "?" for c in text[:LONGEST])  # terminals obey some of these
-    return False, shown or "it left before its end"
+    return False, shown or "it exited before its end"
 
 
 def _is_filled(task: Task) -> bool:

@@ -111,7 +111,7 @@ def _landlock(folder: str) -> int:
     attributes = (ctypes.c_uint64 * len(handled))(*handled)
     ruleset = libc.syscall(CREATE_RULESET, attributes, ctypes.c_size_t(ctypes.sizeof(attributes)), 0)
     if ruleset < 0:
-        raise OSError(ctypes.get_errno(), "Landlock makes no set of rules")
+        raise OSError(ctypes.get_errno(), "Landlock can't make a set of rules")
     of_files = WRITE_FILE | READ_FILE | EXECUTE | TRUNCATE
     rules = {path: READING for path in (*SYSTEM, sys.prefix, sys.base_prefix) if os.path.exists(path)}
     rules |= {os.devnull: READ_FILE | WRITE_FILE, folder: writing | READING}
@@ -121,7 +121,7 @@ def _landlock(folder: str) -> int:
             allowed &= of_files
         rule = ctypes.create_string_buffer(struct.pack("=Qi", allowed, parent), 12)
         if libc.syscall(ADD_RULE, ruleset, 1, rule, 0):
-            raise OSError(ctypes.get_errno(), "Landlock takes no rule", path)
+            raise OSError(ctypes.get_errno(), "Landlock refuses a rule", path)
         os.close(parent)
     if libc.syscall(RESTRICT_SELF, ruleset, 0):
         raise OSError(ctypes.get_errno(), "Landlock can't be set")

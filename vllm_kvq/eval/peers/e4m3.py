@@ -90,7 +90,7 @@ def scales(x: torch.Tensor) -> torch.Tensor:
 
 class FloatKeys(CodedKeys):
     name = "e4m3"
-    title = "8-bit floats with the scale 1"
+    title = "8-bit floats with a scale of 1"
     options = (ROUNDING,)
 
     @classmethod
@@ -100,7 +100,7 @@ class FloatKeys(CodedKeys):
 
 class FloatValues(CodedValues):
     name = "e4m3"
-    title = "8-bit floats with the scale 1"
+    title = "8-bit floats with a scale of 1"
     options = (ROUNDING,)
 
     @classmethod
@@ -143,6 +143,6 @@ class ScaledValues(CodedValues):
 
 
 FORMATS = (
-    Format("e4m3_unscaled", "8-bit floats with the scale 1", FloatKeys, FloatValues, public=False),
+    Format("e4m3_unscaled", "8-bit floats with a scale of 1", FloatKeys, FloatValues, public=False),
     Format("e4m3_calibrated", "8-bit floats with calibrated scales", ScaledKeys, ScaledValues, public=False),
 )

@@ -58,7 +58,7 @@ def draw_all(rows: Iterable[Row], folder: Path) -> list[Picture]:
 
 CURVES: tuple[tuple[str, str, Callable[[Row], Mapping[str, Curve]]], ...] = (
     ("position", "position, tokens", lambda row: row.by_position),
-    ("depth", "how far back the source stands, share of the text (1: at the beginning)", lambda row: row.by_depth),
+    ("depth", "how far back the source is, share of the text (1: at the beginning)", lambda row: row.by_depth),
     ("steps", "steps of work in the answer", lambda row: row.by_steps),
 )
 """File name, label of the axis, and the attribute of a row."""

@@ -41,7 +41,7 @@ METRICS: Mapping[str, str] = {
     "kl": "mean KL divergence from the 16-bit cache's next-token distribution, nats per token",
     "kl_forced": "the same along the continuation that the 16-bit cache generated, which the format is made to say",
     "kl_median": "median of the same over all tokens",
-    "kl_p90": "90th percentile of the same; a percentile is there where 100 tokens or more lie beyond it",
+    "kl_p90": "90th percentile of the same; a percentile is given if 100 tokens or more lie beyond it",
     "kl_p99": "99th percentile of the same",
     "kl_p999": "99.9th percentile of the same",
     "top1": "share of tokens where both caches have the same most probable next token",
@@ -50,7 +50,7 @@ METRICS: Mapping[str, str] = {
     "dp_mean": "mean change of the text's own token's probability",
     "dp_rms": "root mean square of the same",
     "accuracy": "share of answers of which every token is the most probable one",
-    "exact": "share of answers that were generated letter by letter",
+    "exact": "share of answers that were generated letter for letter",
     "score": "the task's own figure, as lm-evaluation-harness counts it",
     "agreement": "tokens until a greedy answer differs from the one with the 16-bit cache",
 }

@@ -31,7 +31,7 @@ class Answer:
         if not self.start < self.end:
             raise ValueError(f"an answer from {self.start} to {self.end} is empty")
         if self.source is not None and not 0 <= self.source < self.start:
-            raise ValueError(f"the source {self.source} does not stand before the answer at {self.start}")
+            raise ValueError(f"the source {self.source} is not before the answer at {self.start}")
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def slow(fmt: PageFormat) -> str | None:
     instead = ["leave out " + " and ".join(f"'{option}'" for option in options)] if options else []
     if not all(reason.options for reason in reasons):
         instead.append("--kv-cache-dtype auto may be faster")
-    return f"{fmt.name} is attended slowly here, the fast kernels don't serve {blamed}; {'; '.join(instead)}"
+    return f"{fmt.name} is attended slowly here: the fast kernels don't serve {blamed}; {'; '.join(instead)}"
 
 
 def _reasons(fmt: PageFormat) -> list[Reason]:

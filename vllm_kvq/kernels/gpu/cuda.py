@@ -155,7 +155,7 @@ class CudaKernels(PagedKernels):
     def unsupported(self, fmt: PageFormat) -> str | None:
         # by their exact classes: a subclass may store something else
         if type(fmt.keys) not in (SketchKeys, OneSketchKeys):
-            return f"{fmt.name} has no CUDA kernels, they are for QJL keys; its kernels are Triton's or PyTorch's"
+            return f"{fmt.name} has no CUDA kernels, which are only for QJL keys; its kernels are Triton's or PyTorch's"
         k, v, d = cast(SketchKeys, fmt.keys), fmt.values, fmt.geometry.head_size
         if d not in HEAD_SIZES:
             return (

@@ -13,7 +13,7 @@ def slow(fmt: PageFormat) -> str | None:
         return None
     same = next((other.name for other in _others(fmt) if other.slab_region == fmt.slab_region), None)
     return (
-        f"{fmt.name} takes long for prompts on a GPU: each layer looks for eigenvectors in every chunk, which took six "
+        f"{fmt.name} is slow with prompts on a GPU: each layer looks for eigenvectors in every chunk, which took six "
         f"times as long as the layer itself (docs/gpu.md); "
         + (f"use {same}, which stores the same fields" if same else "--kv-cache-dtype auto may be faster")
     )

@@ -181,7 +181,7 @@ class Planner:
             i = int(stale.argmax())
             raise RuntimeError(
                 f"stale sidecar: magic {magic[i]:#x}, positions from {start[i]}, next position {upcoming[i]}, "
-                f"but {requests.context[i]} tokens are computed"
+                f"but {requests.context[i]} tokens have been computed"
             )
         odd = start[start % self.fmt.unit != 0]
         if len(odd):

@@ -21,7 +21,7 @@ def no_rope(model: ModelConfig) -> str | None:
     if not rotated or config.get("position_embedding_type", "rope") != "rope":
         return "the model has no RoPE"
     if model.using_transformers_backend():
-        return "vLLM runs this model through Transformers, which does not tell"
+        return "vLLM runs this model through Transformers, which does not say"
     return None
 
 
