@@ -60,9 +60,9 @@ def test_the_boxes_are_the_contract() -> None:
     assert places == sorted(places)
     floors = {wing["containers"][0].split(".")[-1]: wing["layers"] for wing in wings}
     text = DOC[DOC.index("## Layers within the packages") : DOC.index("## Key to bytes")]
-    integration, rest = text.split("So is `cli`")
-    command_line, rest = rest.split("And so is `eval`")
-    evaluation, formats = rest.split("And so is `formats`")
+    integration, rest = text.split("The layers of `cli`")
+    command_line, rest = rest.split("The layers of `eval`")
+    evaluation, formats = rest.split("The layers of `formats`")
     parts = ((integration, "integration"), (command_line, "cli"), (evaluation, "eval"), (formats, "formats"))
     for part, name in parts:
         packages = [floor for layer in floors[name] for floor in layer.split(" | ")]
