@@ -308,9 +308,9 @@ def test_requests_that_are_shorter_than_their_sidecar() -> None:
 KEY = torch.randn(64, 2, 64)
 HEADS_FIRST = torch.randn(2, 320, 64)
 ROUNDTRIPS = {
-    "a list": ([[[1.0]]], KEY, None, "key is a list; it takes a torch.Tensor"),
-    "an array": (KEY.numpy(), KEY, None, "key is a ndarray; it takes a torch.Tensor"),
-    "whole numbers": (KEY, KEY.long(), None, "value is of torch.int64; it takes floating point numbers"),
+    "a list": ([[[1.0]]], KEY, None, "key is a list; it must be a torch.Tensor"),
+    "an array": (KEY.numpy(), KEY, None, "key is a ndarray; it must be a torch.Tensor"),
+    "whole numbers": (KEY, KEY.long(), None, "value is of torch.int64; it must hold floating point numbers"),
     "truth values": (KEY.bool(), KEY, None, "key is of torch.bool"),
     "complex numbers": (KEY, KEY.to(torch.complex64), None, "value is of torch.complex64"),
     "no heads": (KEY[:, :0], KEY[:, :0], None, r"must both be \(tokens, heads, head_size\)"),

@@ -222,7 +222,7 @@ def test_formats_that_are_served_have_a_servers_constants(captured: Captured) ->
         asked.append((name, options))
         return of_layer
 
-    with pytest.raises(ValueError, match="the format has constants of a server"):
+    with pytest.raises(ValueError, match="the format takes its constants from a server, and none was asked"):
         head_errors(replace(captured, calibration=captured), "klt3", {})
     both, options = replace(captured, calibration=captured, of_server=of_server), {"key_rate": {"0": 2, "*": 3}}
     for layer in captured.layers:

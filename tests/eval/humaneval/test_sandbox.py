@@ -86,7 +86,10 @@ def test_processes_and_threads_are_counted(namespaces: bool) -> None:
     if os.getuid() and not namespaces:
         pytest.skip("the limit counts all of this user's processes, which come and go")
     limits = Limits(processes=3)
-    program = "import threading, time\nfor _ in range({}):\n    threading.Thread(target=time.sleep, args=(1,)).start()"
+    program = (
+        "import threading\nend = threading.Event()\ntry:\n    for _ in range({}):\n"
+        "        threading.Thread(target=end.wait).start()\nfinally:\n    end.set()"
+    )
     assert run(program.format(2), namespaces, limits).passed
     assert "can't start new thread" in run(program.format(3), namespaces, limits).reason
 
