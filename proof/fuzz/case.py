@@ -116,8 +116,8 @@ class Setup:
 
     @property
     def kernel_error(self) -> float:
-        """Relative error of the attention output that the kernels declare. QJL's have queries of 8 bits; with constants,
-        keys that are unlike the texts to which these were fitted have codes, and so scores, with larger errors."""
+        """Relative error of the attention output that the kernels declare. QJL's have queries of 8 bits. Where formats
+        have constants, keys that are unlike the text to which these were fitted are read less exactly."""
         if self.kernels == "torch" or self.format == "lossless":
             return 0.0
         if self.format == "qjl3":

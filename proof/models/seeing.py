@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import models, pre_tokenizers
 
 from proof.models import named
 from proof.models.architecture import VOCAB, Architecture
 from proof.oracle.pictures import HEIGHT, WIDTH
 from proof.oracle.trace import Picture, Request
+from vllm_kvq.bench.models.tokenizer import byte_level
+
+FIRST_BYTE = 8
+"""The token of the first byte, after all special ones."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +60,12 @@ class Seeing:
 
 
 def tokenizer(special: dict[int, str]) -> Any:
-    """One word for each token, `special` by their ids."""
+    """Bytes, so that it knows the text to which constants are fitted, then made-up words; `special` by their ids."""
     from transformers import PreTrainedTokenizerFast
 
-    words = {special.get(i, f"w{i}"): i for i in range(VOCAB)}
-    made = Tokenizer(models.WordLevel(words, unk_token="w2"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="w2", additional_special_tokens=list(special.values())
-    )
+    known = dict(enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), FIRST_BYTE)) | special
+    made = byte_level(models.BPE(vocab={known.get(i, f"w{i}"): i for i in range(VOCAB)}, merges=[]))
+    return PreTrainedTokenizerFast(tokenizer_object=made, additional_special_tokens=list(special.values()))
 
 
 SIZE = 112

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,6 +184,20 @@ def test_a_cache_that_cannot_be_written_stops_nobody(fitted: Fitted, tmp_path: P
     again, runs, _, _ = start(model, tmp_path, ARGUMENTS)
     assert runs == 1
     assert all(torch.equal(again[layer], constants[layer]) for layer in constants)
+
+
+def test_a_tokenizer_that_knows_no_text_is_refused(written: Written, tmp_path: Path) -> None:
+    """As that of a model of proteins, say. The constants would be those of one token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    model = tmp_path / "model"
+    shutil.copytree(written(**SMALL), model)
+    made = Tokenizer(models.WordLevel({f"w{i}": i for i in range(512)}, unk_token="w2"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w2").save_pretrained(model)
+    with pytest.raises(EngineFailed, match=r"is one and the same token to this model; fit them to text that it knows"):
+        start(model, tmp_path, ARGUMENTS)
 
 
 # -- what is refused before weights load -----------------------------------------------------------------------------

@@ -144,6 +144,13 @@ FAULTS: tuple[Fault, ...] = (
         f"{SERVED} -k file_is_read",
     ),
     Fault(
+        "constants are fitted to text of which the tokenizer knows nothing",
+        "vllm_kvq/integration/worker/calibration/text.py::hardly_known",
+        "2 * int(counts.max()) > tokens.numel()",
+        "False",
+        "tests/engine/worker/test_calibration.py -k knows_no_text",
+    ),
+    Fault(
         "the user's text is not what constants are fitted to",
         f"{FITTING}::_text",
         "own is None",

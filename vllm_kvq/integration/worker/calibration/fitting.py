@@ -18,7 +18,7 @@ from vllm_kvq.integration.plan.calibration import Source, digest_of, read, write
 from vllm_kvq.integration.plan.plan import plan
 from vllm_kvq.integration.worker.binding import rope_of_layer
 from vllm_kvq.integration.worker.calibration.attending import attending
-from vllm_kvq.integration.worker.calibration.text import Pieces, bundled, pieces
+from vllm_kvq.integration.worker.calibration.text import Pieces, bundled, hardly_known, pieces
 from vllm_kvq.problem import Refused
 
 if TYPE_CHECKING:
@@ -147,6 +147,11 @@ def _text(config: VllmConfig) -> Pieces:
     found = bundled(tokenizer, longest) if own is None else pieces(tokenizer, own.texts, longest)
     # no more at once than any step has: what vLLM and its layers have room for
     found = found._replace(tokens=found.tokens[:, : config.scheduler_config.max_num_batched_tokens])
+    if hardly_known(found.tokens):
+        raise Refused(
+            "most of the text to which constants are fitted is one and the same token to this model; fit them to text "
+            "that it knows (vllm-kvq calibrate MODEL --text FILE), or use --kv-cache-dtype kitty2"
+        )
     if own is not None:
         own.tokens = found.tokens.numel()
     return found

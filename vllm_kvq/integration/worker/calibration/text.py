@@ -75,3 +75,9 @@ def too_short(tokens: int) -> str | None:
     if tokens >= LEAST:
         return None
     return f"the text has {tokens:,} tokens, too few to fit constants to; give {LEAST:,} or more, with several --text"
+
+
+def hardly_known(tokens: torch.Tensor) -> bool:
+    """Whether most of the text is one token, as for a model of something other than text: `<unk>` stands for it all."""
+    _, counts = tokens.unique(return_counts=True)
+    return 2 * int(counts.max()) > tokens.numel()
