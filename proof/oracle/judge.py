@@ -24,6 +24,8 @@ BRIEF, SOME, MANY = 6, 24, 200
 """Disturbed replays of a mismatch (see `judge`): the first BRIEF together with others', the rest by themselves."""
 AT_ONCE = 40
 """Mismatches that are replayed together; the next ones only if all of these were ties."""
+LOGITS = 1 << 28
+"""Those computed at once, to bound memory: 1 GiB, which is 1,024 tokens of a vocabulary of 262,144."""
 GREEDY = 0.01
 """Up to this temperature (vLLM's smallest) a sample is judged like a greedy one: n > 1 samples can't be greedy."""
 FORBIDDEN = -1e6
@@ -75,7 +77,9 @@ def judge(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result]
     choices = [c for life in history.lives for c in choices_of(life)]
     total.tokens = len(choices)
     model.noise = None
-    gaps = _behind(model, history.lives, choices)
+    at_once = max(1, LOGITS // model.vocabulary.size)
+    pieces = [choices[i : i + at_once] for i in range(0, len(choices), at_once)]
+    gaps = [gap for some in pieces for gap in _behind(model, _needed(history.lives, some), some)]
     wrong = {c: [gap] for c, gap in zip(choices, gaps, strict=True) if gap > 0}
     left: list[Choice] = []
     tried = 0
