@@ -116,14 +116,10 @@ class Setup:
 
     @property
     def kernel_error(self) -> float:
-        """Relative error of the attention output that the kernels declare. QJL's have queries of 8 bits. Where formats
-        have constants, keys that are unlike the text to which these were fitted are read less exactly."""
+        """Relative error of the attention output that the kernels declare (8-bit queries in QJL's)."""
         if self.kernels == "torch" or self.format == "lossless":
             return 0.0
-        if self.format == "qjl3":
-            return 1e-2
-        unlike = self.arch.vision and get_format(self.format).settings().calibrated
-        return 5e-3 if unlike else 1e-3
+        return 1e-2 if self.format == "qjl3" else 1e-3
 
     def arguments(self, draft: str = "") -> dict[str, Any]:
         """For `TracedEngine`; `draft`: path of the draft model."""
