@@ -27,6 +27,8 @@ LARGEST_WITH_OUTLIERS = 256
 WINDOWS = (0, 32, 64, 96)
 MANY = 64
 """Requests that run at a time."""
+MOST = 80
+"""Requests of a trace."""
 PICTURES = (1, 2)
 SINKS = (0, 4, 20, 32, 33)
 LONGEST_ANSWER = 130
@@ -102,7 +104,7 @@ class Drawer:
         rng, arrival, requests = self.rng, 0, []
         # requests that are admitted together and then grow by pages until the pool is empty: some are preempted
         self.growing = rng.random() < 0.3
-        most = 80 if self.setup.max_seqs == MANY else 24
+        most = MOST if self.setup.max_seqs == MANY else 24
         for i in range(rng.choice((4, 8, 12, 16, most))):
             requests.append(self._request(f"{name}r{i}", arrival))
             # bursts, steady arrivals, and now and then a pause after which the engine is idle

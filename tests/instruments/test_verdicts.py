@@ -15,6 +15,7 @@ from proof.oracle import judge as judging
 from proof.oracle.compare import Difference, compare, compare_all, differences
 from proof.oracle.judge import MANY, judge
 from proof.oracle.reference.replay import ReplayModel
+from proof.oracle.structured import Vocabulary
 from proof.oracle.trace import Chunk, Request, Result, Trace
 from proof.oracle.verdict import Verdict, leaks
 from vllm_kvq.bench.models.random_model import random_model
@@ -84,6 +85,7 @@ class Gaps:
 
     def __init__(self, gap: Callable[[int, int], float]) -> None:
         self.formats = [get_format("squat2").bind(Geometry(64, 64, torch.float32))]
+        self.vocabulary = Vocabulary("", 512)
         self.gap, self.replay, self.noise, self.exact = gap, 0, None, None
         """`replay` 0 is the one without noise."""
 

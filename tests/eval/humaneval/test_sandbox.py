@@ -38,7 +38,7 @@ def test_a_program_that_comes_to_its_end(namespaces: bool) -> None:
         ("f = lambda: f()\nf()", "RecursionError: "),
         ("import os; os.write(3, b'passed'); os._exit(0)", ""),
     ],
-    ids=["wrong", "no Python", "exit", "import", "_exit", "_exit with a status", "abort", "recursion", "claims"],
+    ids=["wrong", "not Python", "exit", "import", "_exit", "_exit with a status", "abort", "recursion", "claims"],
 )
 def test_any_other_end_is_no_pass(program: str, reason: str, namespaces: bool) -> None:
     verdict = run(program, namespaces)

@@ -63,8 +63,8 @@ def test_words_are_whole(tmp_path: Path) -> None:
         ("two.py::Pair.z", "x", "y", "defined 0 times"),
         ("two.py::y", "x", "y", "defined 0 times"),
         ("two.py::Pair", "x - 1", "x", "2 times"),
-        ("two.py::largest", "max(rows", "min rows", "no Python"),
-        ("two.py::largest", "max(rows)", "(max(rows))", "as before"),
+        ("two.py::largest", "max(rows", "min rows", "not Python"),
+        ("two.py::largest", "max(rows)", "(max(rows))", "is the same"),
         ("one.py", "x", "y", "does not exist"),
     ],
 )
