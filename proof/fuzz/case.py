@@ -194,7 +194,7 @@ class Case:
                     a_picture = f"a picture is {seeing.tokens} times token {seeing.token}, and only pictures have it"
                     raise ValueError(f"the prompt of {r.name!r} is not one of {self.setup.model}: {a_picture}")
                 if r.letters and seeing:
-                    raise ValueError(f"request {r.name!r} has letters; the tokens of {self.setup.model} are words")
+                    raise ValueError(f"request {r.name!r} has letters, which are not asked of models with images")
                 if max(r.stop_token_ids, default=0) >= words:
                     raise ValueError(f"request {r.name!r} stops at a token that the model does not know")
                 if r.adapter > ADAPTERS * self.setup.arch.adapter:

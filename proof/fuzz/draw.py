@@ -173,7 +173,7 @@ class Drawer:
             stop=tuple(rng.sample(string.ascii_lowercase, 2)) if stops < 0.08 else (),
             pictures=pictures,
             adapter=rng.randint(0, ADAPTERS) if self.setup.arch.adapter else 0,
-            # only a model of words can be held to letters
+            # models with images are not asked for structured output
             letters="".join(rng.sample(string.ascii_lowercase, 5))
             if rng.random() < 0.1 and self.setup.model not in SEEING
             else "",

@@ -188,7 +188,7 @@ def case_of(model: str, **fields: Any) -> Case:
         (LORA, {"adapter": -1}, "adapter is -1"),
         ("Llama", {"letters": "a]"}, "letters is"),
         ("Llama", {"letters": 3}, "letters is 3"),
-        (SEES, {"letters": "a"}, "has letters; the tokens of LLaVA with images are words"),
+        (SEES, {"letters": "a"}, "has letters, which are not asked of models with images"),
         ("Llama", {"stop_token_ids": (9, 512)}, "stops at a token that the model does not know"),
     ],
 )

@@ -41,4 +41,4 @@ def test_the_files_of_a_codec_with_kernels() -> None:
 def test_their_number() -> None:
     words = {3: "three", 4: "four", 5: "five", 6: "six", 7: "seven"}
     own = {name for name in listed() if re.search("boosted|kitty", name)}
-    assert f"in {len(listed())} files, {words[len(own)]} of which are theirs alone" in DOC
+    assert f"in {len(listed())} files, {words[len(own)]} of which serve only them" in DOC

@@ -42,13 +42,17 @@ def test_errors(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert all(0 < float(cell) < 1 for cell in cells)
 
 
+def figures(command: list[str]) -> str:
+    """The last cell of the command's row, which is the command itself where the page has no figures for it."""
+    row = next(line for line in PAGE.splitlines() if f"eval error --formats {command[1]}`" in line)
+    return row.strip(" |").rpartition("|")[2]
+
+
 @pytest.mark.wide
-@pytest.mark.parametrize("command", ERRORS, ids=lambda command: command[1])
+@pytest.mark.parametrize("command", [c for c in ERRORS if "`" not in figures(c)], ids=lambda command: command[1])
 def test_figures(command: list[str]) -> None:
     """As the command prints them; the last place may differ between machines."""
-    row = next(line for line in PAGE.splitlines() if f"eval error --formats {command[1]}`" in line)
-    pairs = row.strip(" |").rpartition("|")[2].split(";")
-    for pair, choice in zip(pairs, choices(command[1]), strict=True):
+    for pair, choice in zip(figures(command).split(";"), choices(command[1]), strict=True):
         for cell, rope in zip(pair.split(","), (False, True), strict=True):
             error = error_table.error(choice.format, dict(choice.options), 128, rope)
             assert float(cell) == pytest.approx(error, abs=0.0015)

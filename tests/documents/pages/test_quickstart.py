@@ -16,7 +16,7 @@ PAGE = "docs/quickstart.md"
 INSTALL = (pages.ROOT / PAGE).read_text(encoding="utf-8").split("## Choose a model")[0]
 QUICKSTART = walk.Walk(
     (PAGE,),
-    replaced={'kv_cache_dtype="kitty2", ': 'kv_cache_dtype="kitty2", enforce_eager=True, '},
+    replaced={'kv_cache_dtype="kvq3", ': 'kv_cache_dtype="kvq3", enforce_eager=True, '},
     left_out={
         "make kernels": "CI has run it",
         ". .venv/bin/activate": "this environment",
@@ -32,7 +32,7 @@ def test_to_the_first_answer(model: Path, tmp_path: Path) -> None:
     (tmp_path / "Qwen").mkdir()
     (tmp_path / "Qwen" / "Qwen3-0.6B").symlink_to(model)
     out = walk.take(QUICKSTART, tmp_path, walk.environment(tmp_path))
-    assert re.search(r"kvq: format=kitty2 bits=\S+ .* capacity_tokens=\d+", out)
+    assert re.search(r"kvq: format=klt3 bits=\S+ .* capacity_tokens=\d+", out)
     answer, end = json.JSONDecoder().raw_decode(out, out.index('{"id"'))
     assert answer["usage"]["completion_tokens"] == 32
     assert out[end:].strip()  # what Python printed

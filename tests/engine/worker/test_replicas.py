@@ -112,6 +112,6 @@ def test_pages_are_those_of_one_process(queries: torch.Tensor, monkeypatch: pyte
         assert (made[-1][:, 0] != whole[:, head]).float().mean() < 2e-3
     assert torch.equal(made[0], made[1])
     assert torch.equal(made[2], made[3])
-    # the control: a rank's own queries alone make different pages
+    # the control: with only a rank's own queries, pages differ
     alone = packed(queries[:, :EACH], key[:, :1], value[:, :1], None)
     assert (alone != made[0]).float().mean() > 0.01

@@ -90,7 +90,7 @@ def squat(k: Array, q_hat: Array, g: int, bits: int, lam: float = LAMBDA) -> tup
 def test_squat_subspace_is_that_of_all_queries(rank: int, chunks: tuple[int, ...]) -> None:
     """Queries of the subspace's own rank, so that chunks lose nothing. Rows have no sign: Q^T Q is what they mean."""
     rng = np.random.default_rng(1)
-    # later chunks are stronger and point elsewhere, so that neither the first nor the last alone would do
+    # later chunks are stronger and point elsewhere, so that fitting to just the first or just the last would not do
     mixture = rng.standard_normal((HEADS, 200, rank)) * np.linspace(0.2, 3, 200)[:, None]
     queries = mixture @ rng.standard_normal((HEADS, rank, 64))
     state = chunked(bound("squat2", r=rank), queries, queries, chunks).double().numpy()[:, :-1]
