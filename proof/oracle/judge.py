@@ -21,7 +21,8 @@ from proof.oracle.trace import Result, Trace
 from proof.oracle.verdict import Verdict
 
 BRIEF, SOME, MANY = 6, 24, 200
-"""Disturbed replays of a mismatch (see `judge`): the first BRIEF together with others', the rest by themselves."""
+"""Disturbed replays of a mismatch (see `judge`): the first BRIEF of all mismatches together, the rest only of those in
+the same lives."""
 AT_ONCE = 40
 """Mismatches that are replayed together; the next ones only if all of these were ties."""
 LOGITS = 1 << 28
@@ -99,14 +100,16 @@ def judge(model: ReplayModel, traces: Sequence[Trace], results: Sequence[Result]
 def _unexplained(model: ReplayModel, lives: Sequence[Life], wrong: dict[Choice, list[float]]) -> list[Choice]:
     """The choices (each with its first gap) that rounding does not explain; see `judge`."""
     left = _try(model, lives, wrong, list(wrong), range(BRIEF))
-    for i, choice in enumerate(left):
-        some = [choice]
+    while left:
+        needed = _needed(lives, left[:1])
+        some = together = [c for c in left if _needed(lives, [c]) == needed]
         for seeds in (range(BRIEF, SOME), range(SOME, MANY)):
             some = _try(model, lives, wrong, some, seeds)
             some = [c for c in some if min(wrong[c]) > statistics.stdev(wrong[c])]
+        left = [c for c in left if c in some or c not in together]
         if some:
-            return left[i:]
-    return []
+            break
+    return left
 
 
 def _try(

@@ -149,6 +149,31 @@ def test_mismatches_beyond_those_tried_are_counted(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
+    ("tie", "mismatches", "ties"),
+    [
+        (40, ["s[0]: position 51"], 1),
+        # what follows a mismatch is not tried
+        (51, ["r[0]: position 40", "s[0]: position 51"], 0),
+    ],
+    ids=["the first is a tie", "the second would be one"],
+)
+def test_each_request_is_tried(tie: int, mismatches: list[str], ties: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests, with prompts of 40 and 50 tokens, each with a wrong token that the first replays don't explain."""
+    wrong = {40: lambda replay: 5.0, 51: lambda replay: 5.0} | {tie: lambda replay: 8.0 if replay % 2 else 0.1}
+    model: Any = Gaps(lambda position, replay: wrong[position](replay) if position in wrong else -1.0)
+    monkeypatch.setattr(judging, "_behind", model.behind)
+    prompts = {"r": 40, "s": 50}
+    chunks = {name: [Chunk(f"{name}-0", 0, n, pages=[n], admitted=True)] for name, n in prompts.items()}
+    for name, n in prompts.items():
+        chunks[name] += [Chunk(f"{name}-0", n + i, 1, pages=[n]) for i in range(2)]
+    outputs = {name: [[7, 8, 9]] for name in prompts}
+    result = Result(outputs, {}, [list(step) for step in zip(*chunks.values(), strict=True)], 0, (9, 9))
+    trace = Trace(tuple(Request(name, tuple(range(10, 10 + n)), 3) for name, n in prompts.items()))
+    verdict = judge(model, [trace], [result])
+    assert (verdict.mismatches, verdict.ties) == (mismatches, ties)
+
+
+@pytest.mark.parametrize(
     ("prompt", "steps", "problem"),
     [
         (140, [[Chunk("r-0", 96, 44, pages=[3, 4, 5], admitted=True)]], "hit a page that was never written"),

@@ -164,7 +164,9 @@ def _softmax(
     learned: torch.Tensor | None,
 ) -> torch.Tensor:
     """(rows, query heads, d) queries over (tokens, heads, d) keys and values, of which each sees some; `learned` is one
-    more score of each head."""
+    more score of each head. Tokens that no row sees are left out first: in a long prompt they are most of them."""
+    there = seen.any(0)
+    k, v, seen = k[there], v[there], seen[:, there]
     k, v, group = k.transpose(0, 1), v.transpose(0, 1), q.shape[1] // k.shape[1]
     # (H, g * rows, d): all query heads of a KV head together
     mine = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3)

@@ -271,11 +271,25 @@ FAULTS: tuple[Fault, ...] = (
         VERDICTS,
     ),
     Fault(
+        "what explains one request's tokens excuses all others",
+        "proof/oracle/judge.py::_unexplained",
+        "if c in some or c not in together",
+        "if c in some",
+        VERDICTS,
+    ),
+    Fault(
         "a broken history is trusted",
         "proof/oracle/judge.py::judge",
         "if history.problems:",
         "if not history.lives:",
         VERDICTS,
+    ),
+    Fault(
+        "the reference leaves out tokens that some rows of a turn see",
+        "proof/oracle/reference/whole.py::_softmax",
+        "seen.any(0)",
+        "seen.all(0)",
+        "tests/engine/oracle/test_whole.py -k 'equal_logits and squat2-options1'",
     ),
     Fault(
         "the reference likes the least likely token",
