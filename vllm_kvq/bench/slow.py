@@ -1,6 +1,6 @@
-"""Cases in which a format is slow on the CPU: head sizes and options.
+"""Cases in which a format may be slow on the CPU: head sizes that are no power of two, and options.
 
-The same measurement as `bench attention`, for head sizes and options that the fast kernels do not serve
+The same measurement as `bench attention`, for these head sizes and for the options that the fast kernels do not serve
 (kernels/cpu/slow.py). A ratio is the speed relative to vLLM's bf16 cache; for options there is also the time relative
 to the same format without them.
 """
@@ -17,6 +17,7 @@ Wanted = Sequence[tuple[str, Mapping[str, Any]]]
 """Formats and options."""
 
 HEAD_SIZES = (80, 96, 192)
+"""80 is stored as 96. The planes of codes of these heads are not all whole vectors."""
 USUAL_HEAD = 128
 OPTIONS: Wanted = (
     ("squat2", {"group": 16}),

@@ -32,6 +32,28 @@ KVQ_INLINE Ints quad(const void* p) {
   return L::all32(word);
 }
 
+// In planes of `stride` channels (by_stride): the words of channels c, c + 1, ..., of which the first is at p, and the
+// number of each one's plane times `bits`. Only planes that are no whole vectors need more than a load.
+KVQ_INLINE constexpr bool whole_planes(int64_t) { return true; }
+template <int64_t STRIDE>
+KVQ_INLINE constexpr bool whole_planes(std::integral_constant<int64_t, STRIDE>) {
+  return STRIDE % WIDTH == 0;
+}
+template <class Stride>
+KVQ_INLINE Ints load_words(const uint8_t* p, int64_t c, Stride stride) {
+  if constexpr (whole_planes(Stride{}))
+    return L::load_bytes(p);
+  else
+    return L::load_plane(p, c, stride);
+}
+template <class Stride>
+KVQ_INLINE Ints planes(int64_t c, Stride stride, int bits) {
+  if constexpr (whole_planes(Stride{}))
+    return L::all32(int(c / stride) * bits);
+  else
+    return L::planes(c, stride, bits);
+}
+
 // The largest divisor of `count` that is at most `limit`.
 constexpr int divisor(int count, int limit) {
   int best = 1;
@@ -99,6 +121,12 @@ constexpr float RANGE = 32600.0f;
 
 namespace {
 namespace integer {
+
+// Where PACK of N numbers begin, for `first` = 0, PACK, 2 PACK, ...: the last ones may be packed twice.
+template <int N>
+KVQ_INLINE int whole_pack(int first) {
+  return N % PACK && first > N - PACK ? N - PACK : first;
+}
 
 // Codes of two bits with the third ones from a plane of single bits (L::load_plane, L::planes).
 KVQ_INLINE Ints with_third_bit(Ints low, Ints plane, Ints number) {

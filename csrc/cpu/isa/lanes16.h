@@ -15,13 +15,19 @@ struct Lanes16 {
   KVQ_INLINE static Reals load_halves(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
   KVQ_INLINE static Ints load_bytes(const void* p) { return _mm512_loadu_si512(p); }
 
-  // If a plane has 8 words, a vector takes two of them.
-  KVQ_INLINE static Ints load_plane(const uint8_t* p, int64_t stride) {
-    return stride < 16 ? _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p)) : load_bytes(p);
+  KVQ_INLINE static Ints load_plane(const uint8_t* p, int64_t c, int64_t stride) {
+    if (stride == LANES / 2) return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p));
+    const __mmask16 next = beyond(c, stride);
+    const Ints first = _mm512_maskz_loadu_epi32(__mmask16(~next), p);
+    return _mm512_mask_loadu_epi32(first, next, p - 4 * stride);
   }
-  KVQ_INLINE static Ints planes(int64_t c, int64_t stride) {
-    const __m256i low = _mm256_set1_epi32(int(c / stride)), high = _mm256_set1_epi32(int((c + 8) / stride));
-    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+  KVQ_INLINE static Ints planes(int64_t c, int64_t stride, int bits) {
+    const Ints first = all32(int(c / stride) * bits);
+    return _mm512_mask_set1_epi32(first, beyond(c, stride), int(c / stride + 1) * bits);
+  }
+  KVQ_INLINE static __mmask16 beyond(int64_t c, int64_t stride) {
+    const int64_t left = stride - c % stride;
+    return left < LANES ? __mmask16(0xFFFFu << left) : __mmask16(0);
   }
 
   // A vector of codes has 32 bytes of table i, even, and 32 of the next one: [i i i+1 i+1], low ones, then high ones.
@@ -49,6 +55,10 @@ struct Lanes16 {
 };
 
 KVQ_INLINE void store(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
+KVQ_INLINE void store_halves(float* p, float* q, __m512 x) {
+  _mm256_storeu_ps(p, _mm512_castps512_ps256(x));
+  _mm256_storeu_ps(q, _mm512_extractf32x8_ps(x, 1));
+}
 KVQ_INLINE void store_bytes(void* p, __m512i v) { _mm512_storeu_si512(p, v); }
 KVQ_INLINE void store_apart(void* p, int apart, __m512i v) {
   store_bytes(p, _mm512_castsi512_si256(v));

@@ -32,10 +32,20 @@ struct Lanes8 {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
   }
 
-  // Of a plane of single bits with `stride` words: the words of channels c, c + 1, ... at p, and the number of each one's
-  // bit in its bytes.
-  KVQ_INLINE static Ints load_plane(const uint8_t* p, int64_t) { return load_bytes(p); }
-  KVQ_INLINE static Ints planes(int64_t c, int64_t stride) { return all32(int(c / stride)); }
+  // In planes of `stride` channels: the words of channels c, c + 1, ..., of which the first is at p, and the number of
+  // each one's plane times `bits`. Beyond a plane's end lie the next plane's channels, from its first word on.
+  KVQ_INLINE static Ints load_plane(const uint8_t* p, int64_t c, int64_t stride) {
+    const Ints next = beyond(c, stride);
+    const Ints first = _mm256_maskload_epi32((const int*)p, next ^ all32(-1));
+    return first | _mm256_maskload_epi32((const int*)(p - 4 * stride), next);
+  }
+  KVQ_INLINE static Ints planes(int64_t c, int64_t stride, int bits) {
+    return _mm256_add_epi32(all32(int(c / stride) * bits), beyond(c, stride) & all32(bits));
+  }
+  KVQ_INLINE static Ints beyond(int64_t c, int64_t stride) {
+    const Ints lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_cmpgt_epi32(lane, all32(int(stride - c % stride) - 1));
+  }
 
   // Tables of 16 low and 16 high bytes for shuffle(): number i's, for the 32 bytes that a vector of codes has of it.
   static constexpr int TABLE_BYTES = 32;
@@ -62,6 +72,11 @@ struct Lanes8 {
 };
 
 KVQ_INLINE void store(float* p, __m256 x) { _mm256_storeu_ps(p, x); }
+// the first half of x to p, the second one to q
+KVQ_INLINE void store_halves(float* p, float* q, __m256 x) {
+  _mm_storeu_ps(p, _mm256_castps256_ps128(x));
+  _mm_storeu_ps(q, _mm256_extractf128_ps(x, 1));
+}
 KVQ_INLINE void store_bytes(void* p, __m256i v) { _mm256_storeu_si256((__m256i*)p, v); }
 // 32 bytes to p, the next 32 (if there are) `apart` bytes further
 KVQ_INLINE void store_apart(void* p, int, __m256i v) { store_bytes(p, v); }

@@ -33,16 +33,25 @@ KVQ_INLINE void row_tiles(int rows, F&& f) {
   }
 }
 
-// Calls f(channels of a plane of BITS-bit codes): a constant if the head size is 64, 128 or 256, so that addresses are
-// constants, too.
+// Calls f(channels of a plane of BITS-bit codes): a constant, so that addresses are constants, too, except for heads of
+// 512 channels.
 template <int BITS, class F>
 KVQ_INLINE void by_stride(int64_t d, F&& f) {
   switch (d) {
     case 64: f(std::integral_constant<int64_t, 64 * BITS / 8>{}); break;
+    case 96: f(std::integral_constant<int64_t, 96 * BITS / 8>{}); break;
     case 128: f(std::integral_constant<int64_t, 128 * BITS / 8>{}); break;
+    case 192: f(std::integral_constant<int64_t, 192 * BITS / 8>{}); break;
     case 256: f(std::integral_constant<int64_t, 256 * BITS / 8>{}); break;
     default: f(d * BITS / 8);
   }
+}
+
+// Half as many channels: a constant of a constant.
+KVQ_INLINE int64_t half_of(int64_t stride) { return stride / 2; }
+template <int64_t STRIDE>
+KVQ_INLINE std::integral_constant<int64_t, STRIDE / 2> half_of(std::integral_constant<int64_t, STRIDE>) {
+  return {};
 }
 
 }  // namespace unrolled

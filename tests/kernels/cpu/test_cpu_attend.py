@@ -142,7 +142,7 @@ def poison(fmt: PageFormat, pool: torch.Tensor, ids: torch.Tensor, low: torch.Te
 
 
 @pytest.mark.parametrize("name", IN_CPP)
-@pytest.mark.parametrize("d", [64, 80, 128, 256])
+@pytest.mark.parametrize("d", [64, 80, 128, 192, 256])
 @pytest.mark.parametrize("gqa", [1, 4, 7, 8])
 def test_formats_heads_and_groups(isa: int, name: str, d: int, gqa: int) -> None:
     run(name, d, gqa, 64, [200, 64, 37, 0], seed=d + gqa)

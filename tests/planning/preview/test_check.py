@@ -109,10 +109,10 @@ def test_what_is_not_packed(checked: Check) -> None:
 
 
 def test_a_slow_head_size_is_said(checked: Check, tmp_path: Path) -> None:
-    narrow = random_model(tmp_path / "narrow", hidden=96, layers=1, heads=1, kv_heads=1, head_dim=96)
-    found = checked("--kv-cache-dtype", "squat2", "--max-model-len", "256", model_path=narrow)
+    wide = random_model(tmp_path / "wide", hidden=96, layers=1, heads=1, kv_heads=1, head_dim=512)
+    found = checked("--kv-cache-dtype", "polar4", "--max-model-len", "512", model_path=wide)
     assert found["starts"]
-    assert "at head size 96 (they do at 64, 112, 128, 256 and 512)" in found["kernels"]["slow"]
+    assert "at head size 512 (they do at 64, 80, 96, 112, 128, 192 and 256)" in found["kernels"]["slow"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`vllm-kvq bench slow`: cases in which a format is slow on the CPU, as the Markdown tables of docs/benchmarks.md."""
+"""`vllm-kvq bench slow`: cases in which a format may be slow on the CPU, as the tables of docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ PROG = "vllm-kvq bench slow"
 REPORT = Report(
     PROG,
     "slow",
-    "One layer's attention in a decode step with head sizes and options that the fast CPU kernels do not serve, next "
-    "to vLLM's attention over its bf16 cache.",
+    "One layer's attention in a decode step with head sizes that are no power of two, and with options that the fast "
+    "CPU kernels do not serve, next to vLLM's attention over its bf16 cache.",
     "Speed against bf16",
     ("Figures are medians of the rounds' ratios, how many times as fast as bf16; and of options, how many times as "
      "much time as without them.",),
@@ -38,7 +38,8 @@ ByHead = Mapping[int, Sequence[Row]]
 def parser() -> argparse.ArgumentParser:
     p = console.parser(
         PROG,
-        "Head sizes and options that the fast CPU kernels do not serve, timed against vLLM's bf16 cache, in Markdown.\n"
+        "Head sizes that are no power of two, and options that the fast CPU kernels do not serve, timed against\n"
+        "vLLM's bf16 cache, in Markdown.\n"
         "Takes minutes.",
         ("", "--context 8192 --threads 1 --rounds 9"),
         "there are no C++ kernels here to measure",
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     heads, options = head_table(by_head), option_table(variants)
     said = f"{slow.QUERY_HEADS} query and {slow.KV_HEADS} KV heads, {args.context} tokens, {args.threads} thread(s)"
     if args.out:
-        title = f"Head sizes and options without fast kernels\n{said}"
+        title = f"Head sizes that are no power of two, and options without fast kernels\n{said}"
         facts = [("shape", said), ("instruction set", where["isa"])]
         REPORT.write(
             args.out,

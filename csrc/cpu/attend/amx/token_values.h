@@ -86,11 +86,14 @@ struct TokenValues {
         const uint8_t* words = slabs[s].data + l.v_codes + first % stride * 4;
         const __m512i by = L::all32(first / stride * LOW);
         const uint8_t* thirds = slabs[s].data + l.v_high + first % high_stride * 4;
-        const __m512i third = L::planes(first, high_stride);
+        const __m512i third = L::planes(first, high_stride, 1);
         unroll<QUADS>([&](auto quad) KVQ_LAMBDA {
           __m512i codes = integer::shift_right(L::load_bytes(words + quad * stride * 4), by) & mask;
-          if constexpr (BITS == 3)
-            codes = integer::with_third_bit(codes, L::load_plane(thirds + quad * high_stride * 4, high_stride), third);
+          if constexpr (BITS == 3) {
+            const uint8_t* plane = thirds + quad * high_stride * 4;
+            const bool whole = high_stride % L::LANES == 0;
+            codes = integer::with_third_bit(codes, whole ? L::load_bytes(plane) : L::load_plane(plane, first, high_stride), third);
+          }
           integer::store_bytes(to.line(half, s * QUADS + quad), codes);
         });
       }

@@ -62,16 +62,16 @@ struct HybridValues2 {
 
   // WIDTH T channels from c on, R rows, one slab; stride: channels of a plane
   template <int R, class Stride>
-  static __attribute__((noinline)) void multiply(const Layout& l, Stride stride, const Slab& slab, int s, int c,
+  static __attribute__((noinline)) void multiply(const Layout& l, Stride stride, const Slab& slab, int s, unsigned c,
                                                  Work& work, Prefetch& prefetch, float* out) {
     constexpr int X = R * PARTS, T = VECTORS<X>;
     const uint8_t* codes[T];
     Ints shift[T], acc[X][T];
     HybridParameters p[T];
     unroll<T>([&](auto t) KVQ_LAMBDA {
-      const int at = c + WIDTH * t;
+      const unsigned at = c + WIDTH * t;
       codes[t] = slab.data + l.v_codes + at % stride * 4;
-      shift[t] = L::all32(int(at / stride) * 2);
+      shift[t] = planes(at, stride, 2);
       p[t].read(slab.data + l.v_scale + 2 * at, slab.data + l.v_slot + 4 * at);
       unroll<X>([&](auto x) KVQ_LAMBDA { acc[x][t] = Ints{}; });
     });
@@ -80,7 +80,7 @@ struct HybridValues2 {
     unroll<SLAB / 4>([&](auto e) KVQ_LAMBDA {
       Ints code[T];
       unroll<T>([&](auto t) KVQ_LAMBDA {
-        code[t] = hybrid_codes<e>(shift_right(L::load_bytes(codes[t] + e * stride * 4), shift[t]), p[t].signs);
+        code[t] = hybrid_codes<e>(shift_right(load_words(codes[t] + e * stride * 4, c + WIDTH * t, stride), shift[t]), p[t].signs);
       });
       if (e % 4 == 0) __builtin_prefetch(ahead + e / 4 * 64, 0, 3);
       unroll<X>([&](auto x) KVQ_LAMBDA {

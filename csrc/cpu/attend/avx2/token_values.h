@@ -35,20 +35,20 @@ struct TokenProducts {
 
   // WIDTH T channels from c on, R rows; stride: channels of a plane
   template <int R, class Stride>
-  static __attribute__((noinline)) void multiply(const Layout& l, Stride stride, const Slab* slabs, int count, int c,
+  static __attribute__((noinline)) void multiply(const Layout& l, Stride stride, const Slab* slabs, int count, unsigned c,
                                                  Work& work, Prefetch& prefetch, float* out) {
     constexpr int X = R * PARTS, T = VECTORS<X>;
     const int group = int(c / l.group);
     const Ints mask = L::all8((1 << LOW) - 1);
-    const auto high_stride = stride / 2;  // of three bits
+    const auto high_stride = half_of(stride);  // of three bits
     int64_t at[T], high_at[T];
     Ints shift[T], high_shift[T], sums[R][T];
     unroll<T>([&](auto t) KVQ_LAMBDA {
       at[t] = l.v_codes + (c + WIDTH * t) % stride * 4;
-      shift[t] = L::all32(int((c + WIDTH * t) / stride) * LOW);
+      shift[t] = planes(c + WIDTH * t, stride, LOW);
       if constexpr (BITS == 3) {
         high_at[t] = l.v_high + (c + WIDTH * t) % high_stride * 4;
-        high_shift[t] = L::planes(c + WIDTH * t, high_stride);
+        high_shift[t] = planes(c + WIDTH * t, high_stride, 1);
       }
       unroll<R>([&](auto r) KVQ_LAMBDA { sums[r][t] = Ints{}; });
     });
@@ -62,10 +62,10 @@ struct TokenProducts {
         for (int e = 0; e < SLAB / 4; ++e) {
           Ints code[T];
           unroll<T>([&](auto t) KVQ_LAMBDA {
-            const Ints bytes = L::load_bytes(slabs[s].data + at[t] + e * stride * 4);
+            const Ints bytes = load_words(slabs[s].data + at[t] + e * stride * 4, c + WIDTH * t, stride);
             code[t] = shift_right(bytes, shift[t]) & mask;
             if constexpr (BITS == 3) {
-              const Ints high = L::load_plane(slabs[s].data + high_at[t] + e * high_stride * 4, high_stride);
+              const Ints high = load_words(slabs[s].data + high_at[t] + e * high_stride * 4, c + WIDTH * t, high_stride);
               code[t] = with_third_bit(code[t], high, high_shift[t]);
             }
           });

@@ -18,6 +18,7 @@ struct BoostedKeys {
   static constexpr int CODE_BITS = 2;
   static int words(const Layout& l) { return int(D + l.boosted) / 16; }
   static constexpr int CHUNK = SUMS<2> / 4;  // words between two widenings
+  KVQ_INLINE static int place(int c) { return c / LOW * PLANE + c % LOW; }  // of a channel's low digit
 
   struct Folded {
     alignas(64) float of[4][ROW];  // what lies between the planes stays 0
@@ -26,7 +27,7 @@ struct BoostedKeys {
     void begin() { std::memset(of, 0, sizeof of); }
     void find(const Layout& l, const Slab& slab) {
       boosted_channels(slab.data + l.k_scale, D, int(l.boosted), from);
-      for (int i = 0; i < l.boosted; ++i) from[i] = from[i] / LOW * PLANE + from[i] % LOW;
+      for (int i = 0; i < l.boosted; ++i) from[i] = place(from[i]);
     }
   };
 
@@ -65,13 +66,18 @@ struct BoostedKeys {
     const uint8_t *scale = slab.data + l.k_scale, *zero = slab.data + l.k_zero;
     Reals largest[4], zeros[4];
     unroll<4>([&](auto r) KVQ_LAMBDA { largest[r] = zeros[r] = Reals{}; });
-    for (int plane = 0; plane < 4; ++plane)
-      for (int i = 0; i < LOW; i += WIDTH) {
-        const int c = plane * LOW + i;
+    constexpr bool WHOLE = LOW % WIDTH == 0;  // planes are whole vectors
+    constexpr int RUN = WHOLE ? LOW : D;
+    for (int first = 0; first < D; first += RUN)
+      for (int i = 0; i < RUN; i += WIDTH) {
+        const int c = first + i;
         const Reals s = absolute(L::load_halves(scale + 2 * c)), z = L::load_halves(zero + 2 * c);
         unroll<R>([&](auto r) KVQ_LAMBDA {
           const Reals q = L::load(query + r * D + c);
-          store(folded.of[r] + plane * PLANE + i, q * s);
+          if constexpr (WHOLE)
+            store(folded.of[r] + place(first) + i, q * s);
+          else
+            store_halves(folded.of[r] + place(c), folded.of[r] + place(c + WIDTH / 2), q * s);
           zeros[r] = fmadd(q, z, zeros[r]);
         });
       }

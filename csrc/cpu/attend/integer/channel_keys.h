@@ -65,7 +65,8 @@ struct ChannelKeys {
     _mm_store_ps(factors, _mm_div_ps(_mm_set1_ps(RANGE), top));
     _mm_storeu_ps(step, _mm_mul_ps(top, _mm_set1_ps(1 / RANGE)));
     _mm_storeu_ps(offset, reduce4<Add>(zeros));
-    for (int c = 0; c < D; c += PACK) {
+    for (int first = 0; first < D; first += PACK) {
+      const int c = whole_pack<D>(first);
       Reals s[PACK / WIDTH];
       unroll<PACK / WIDTH>([&](auto v) KVQ_LAMBDA { s[v] = L::load_halves(scale + 2 * (c + WIDTH * v)); });
       unroll<R>([&](auto r) KVQ_LAMBDA {

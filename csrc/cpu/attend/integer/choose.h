@@ -42,7 +42,7 @@ struct Size {
 // The head sizes for which QJL's and PolarQuant's kernels are compiled: these unroll their loops over channels.
 constexpr int MOST_UNROLLED = 256;
 
-// f(Size<D>) for the head sizes whose planes are whole vectors.
+// f(Size<D>) for the head sizes that have kernels; by tiles, only those whose planes are whole lines of them.
 template <class Set, class F>
 inline KeyKernel by_head_size(const Layout& l, int rows, F&& f) {
   switch (l.d) {
@@ -53,9 +53,16 @@ inline KeyKernel by_head_size(const Layout& l, int rows, F&& f) {
 #ifndef KVQ_SANITIZED
     case 256: return f(Size<256>{});
     case 512: return f(Size<512>{});
+    case 96:
+      if constexpr (!Set::TILES) return f(Size<96>{});
+      break;
+    case 192:
+      if constexpr (!Set::TILES) return f(Size<192>{});
+      break;
 #endif
-    default: return Set::other_keys(l, rows);
+    default: break;
   }
+  return Set::other_keys(l, rows);
 }
 
 // By the slots that a plane has room for: each head has as many, whatever its size.
@@ -92,19 +99,19 @@ inline KeyKernel choose_keys(const Layout& l, int rows) {
 
 template <class Set>
 inline ValueKernel choose_values(const Layout& l, int rows) {
-  const bool whole_planes = l.d * low_value_bits(l) / 8 % Set::LANES == 0, whole_groups = l.group % 32 == 0;
-  if (l.values == Values::token && whole_planes && whole_groups) {
+  const bool planes = !Set::TILES || l.d * low_value_bits(l) / 8 % Set::LANES == 0, whole_groups = l.group % 32 == 0;
+  if (l.values == Values::token && planes && whole_groups) {
     if (l.value_bits == 2) return value_kernel<Set, typename Set::template Token<2>>(l, rows);
     if (l.value_bits == 4) return value_kernel<Set, typename Set::template Token<4>>(l, rows);
   }
-  if (l.values == Values::searched && whole_planes) {
-    const int64_t high = l.d / 8;  // words of a plane of third bits
+  if (l.values == Values::searched && planes) {
+    const int64_t high = l.d / 8;  // words of a plane of third bits, of which tiles take whole lines or half a line
     if (l.value_bits == 2) return value_kernel<Set, typename Set::template Searched<2>>(l, rows);
-    if (l.value_bits == 3 && (high % Set::LANES == 0 || high == 8))
+    if (l.value_bits == 3 && (!Set::TILES || high % Set::LANES == 0 || high == 8))
       return value_kernel<Set, typename Set::template Searched<3>>(l, rows);
     if (l.value_bits == 4) return value_kernel<Set, typename Set::template Searched<4>>(l, rows);
   }
-  if (l.values == Values::hybrid && l.value_bits == 2 && whole_planes) return value_kernel<Set, typename Set::HybridValues>(l, rows);
+  if (l.values == Values::hybrid && l.value_bits == 2 && planes) return value_kernel<Set, typename Set::HybridValues>(l, rows);
   return Set::other_values(l, rows);
 }
 

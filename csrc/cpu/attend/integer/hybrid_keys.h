@@ -38,7 +38,7 @@ KVQ_INLINE Ints hybrid_codes(Ints shifted_bytes, Ints signs) {
 
 template <int D>
 struct HybridKeys2 {
-  static constexpr int GROUPS = D / 32, STRIDE = D / 4;
+  static constexpr int GROUPS = D / 32, STRIDE = D / 4, PIECES = STRIDE % 16 ? 4 : 2;
   static_assert(8 <= SUMS<3>);  // quads of a group
 
   struct Work {
@@ -61,23 +61,24 @@ struct HybridKeys2 {
     if (task.prepared && !std::memcmp(work.norm, norm, sizeof work.norm)) return;
     std::memcpy(work.norm, norm, sizeof work.norm);
     for (int row = 0; row < task.rows; ++row)
-      for (int c = 0; c < D; c += PACK) {
+      for (int first = 0; first < D; first += PACK) {
+        const int c = whole_pack<D>(first);
         Reals x[PACK / WIDTH];
         unroll<PACK / 32>([&](auto i) KVQ_LAMBDA {
-          constexpr int first = i * PER_SLAB;
+          constexpr int vector = i * PER_SLAB;
           const int g = c / 32 + i;
           Reals largest = Reals{}, total = Reals{};
           unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
-            const int at = c + WIDTH * (first + v);
-            x[first + v] = L::load(task.query + row * D + at) * L::load_halves(norm + 2 * at);
-            largest = max_abs(largest, x[first + v]);
+            const int at = c + WIDTH * (vector + v);
+            x[vector + v] = L::load(task.query + row * D + at) * L::load_halves(norm + 2 * at);
+            largest = max_abs(largest, x[vector + v]);
           });
           const float top = reduce<Max>(largest) + 1e-30f;
           work.step[row][g] = top / RANGE;
           unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
-            x[first + v] = fixed(x[first + v], L::all(RANGE / top));
+            x[vector + v] = fixed(x[vector + v], L::all(RANGE / top));
             // the sum of the rounded q', so that its errors multiply k and not the larger u
-            total = total + integer_of(x[first + v]);
+            total = total + integer_of(x[vector + v]);
           });
           work.sum[row][g] = work.step[row][g] * reduce<Add>(total);
         });
@@ -102,15 +103,16 @@ struct HybridKeys2 {
         });
         Ints acc[CHAINS<R>][X][T];
         clear(acc);
-        // a group's channels lie in one plane, or its halves in two
-        const Ints by[2] = {L::all32(32 * g / STRIDE * 2), L::all32((32 * g + 16) / STRIDE * 2)};
+        // a group's channels lie in one plane, or its halves in two, or its quarters
+        Ints by[PIECES];
+        unroll<PIECES>([&](auto i) KVQ_LAMBDA { by[i] = L::all32((32 * g + 32 / PIECES * i) / STRIDE * 2); });
         const char* ahead = task.prefetch.template take<LINES_OF_8>();
         unroll<8>([&](auto e) KVQ_LAMBDA {
           const int c = 32 * g + 4 * e;
           const uint8_t* word = codes + c % STRIDE * 32 + token * 4;
           Ints code[T];
           unroll<T>([&](auto t) KVQ_LAMBDA {
-            code[t] = hybrid_codes<e>(shift_right(L::load_bytes(word + 4 * WIDTH * t), by[e / 4]), p[t].signs);
+            code[t] = hybrid_codes<e>(shift_right(L::load_bytes(word + 4 * WIDTH * t), by[e * PIECES / 8]), p[t].signs);
           });
           if (e % (8 / LINES_OF_8) == 0) __builtin_prefetch(ahead + e * LINES_OF_8 / 8 * 64, 0, 3);
           unroll<X>([&](auto x) KVQ_LAMBDA {

@@ -66,9 +66,9 @@ struct HybridValues2 {
 
   // 32 channels from c on, R rows; stride: channels of a plane
   template <int R, class Stride>
-  static __attribute__((noinline)) void multiply(const Layout& l, Stride stride, const Slab* slabs, int count, int c,
+  static __attribute__((noinline)) void multiply(const Layout& l, Stride stride, const Slab* slabs, int count, unsigned c,
                                                  Work& work, Prefetch& prefetch, float* out) {
-    const __m512i by0 = _mm512_set1_epi32(int(c / stride) * 2), by1 = _mm512_set1_epi32(int((c + 16) / stride) * 2);
+    const __m512i by0 = planes(c, stride, 2), by1 = planes(c + 16, stride, 2);
     __m512 total[R][2];  // in units of `step`
     unroll<R>([&](auto r) KVQ_LAMBDA { total[r][0] = total[r][1] = _mm512_setzero_ps(); });
     for (int s = 0; s < count; ++s) {
@@ -85,8 +85,8 @@ struct HybridValues2 {
         unroll<R * PARTS>([&](auto x) KVQ_LAMBDA { sums[chain][x][0] = sums[chain][x][1] = _mm512_setzero_si512(); });
       });
       unroll<SLAB / 4>([&](auto e) KVQ_LAMBDA {
-        const __m512i c0 = hybrid_codes<e>(_mm512_srlv_epi32(L::load_bytes(w0 + e * stride * 4), by0), low.signs);
-        const __m512i c1 = hybrid_codes<e>(_mm512_srlv_epi32(L::load_bytes(w1 + e * stride * 4), by1), high.signs);
+        const __m512i c0 = hybrid_codes<e>(_mm512_srlv_epi32(load_words(w0 + e * stride * 4, c, stride), by0), low.signs);
+        const __m512i c1 = hybrid_codes<e>(_mm512_srlv_epi32(load_words(w1 + e * stride * 4, c + 16, stride), by1), high.signs);
         __builtin_prefetch(ahead + 64 * e, 0, 3);
         unroll<R * PARTS>([&](auto x) KVQ_LAMBDA {
           constexpr int part = x / R, r = x % R;

@@ -50,6 +50,8 @@ struct SignSums {
   static constexpr int STRIDE = N / 8, QUADS = N / 32, LINES = 2;
   static constexpr int WIDTH = STRIDE < 16 ? STRIDE : 16;
   static constexpr __mmask16 LANES16 = __mmask16((1u << WIDTH) - 1);
+  // Where WIDTH bytes begin, for `first` = 0, WIDTH, 2 WIDTH, ...: the last ones may be taken twice.
+  KVQ_INLINE static int whole(int first) { return first > STRIDE - WIDTH ? STRIDE - WIDTH : first; }
 
   alignas(64) int8_t table[ROWS / 4][QUADS][2][4][64];  // [quad][nibble][row][16 byte % 4 + code]
   alignas(64) uint8_t scale[ROWS / 4][QUADS][2][4][4];  // [quad][nibble][row][byte % 4]
@@ -61,7 +63,8 @@ struct SignSums {
     alignas(64) float total[2][STRIDE];  // of magnitudes: the largest sum
     __m512 largest = _mm512_setzero_ps();
     for (int nibble = 0; nibble < 2; ++nibble)
-      for (int b = 0; b < STRIDE; b += WIDTH) {
+      for (int first = 0; first < STRIDE; first += WIDTH) {
+        const int b = whole(first);
         __m512 t = _mm512_setzero_ps();
         for (int p = 4 * nibble; p < 4 * nibble + 4; ++p) t = _mm512_add_ps(t, _mm512_abs_ps(load(f + p * STRIDE + b)));
         largest = _mm512_max_ps(largest, t);
@@ -71,8 +74,9 @@ struct SignSums {
     constexpr float LARGEST = 32510.0f;  // of a sum in 16 bits, of which the high byte is kept
     step[row] = top / 255.0f * (256.0f / LARGEST);
     alignas(64) int32_t pairs[4][STRIDE];  // two rows' features side by side
-    for (int b = 0; b < STRIDE; b += WIDTH)
+    for (int first = 0; first < STRIDE; first += WIDTH)
       for (int nibble = 0; nibble < 2; ++nibble) {
+        const int b = whole(first);
         const __m512 steps = _mm512_mul_ps(load(total[nibble] + b), _mm512_set1_ps(255.0f / top));
         const __m512 up = _mm512_max_ps(_mm512_roundscale_ps(steps, _MM_FROUND_TO_POS_INF), _mm512_set1_ps(1.0f));
         const __m512 units = _mm512_min_ps(up, _mm512_set1_ps(255.0f));

@@ -31,14 +31,13 @@ struct TokenProducts {
 
   // 32 channels from c on, R rows; stride: channels of a plane
   template <int R, class Stride>
-  static __attribute__((noinline)) void multiply(const Layout& l, Stride stride, const Slab* slabs, int count, int c,
+  static __attribute__((noinline)) void multiply(const Layout& l, Stride stride, const Slab* slabs, int count, unsigned c,
                                                  Work& work, Prefetch& prefetch, float* out) {
     const int group = int(c / l.group);
     const __m512i mask = _mm512_set1_epi8((1 << LOW) - 1);
-    const __m512i by0 = _mm512_set1_epi32(int(c / stride) * LOW);
-    const __m512i by1 = _mm512_set1_epi32(int((c + 16) / stride) * LOW);
-    const auto high_stride = stride / 2;  // of three bits
-    const __m512i high0 = L::planes(c, high_stride), high1 = L::planes(c + 16, high_stride);
+    const __m512i by0 = planes(c, stride, LOW), by1 = planes(c + 16, stride, LOW);
+    const auto high_stride = half_of(stride);  // of three bits
+    const __m512i high0 = planes(c, high_stride, 1), high1 = planes(c + 16, high_stride, 1);
     __m512i sums[CHAINS<R>][R * PARTS][2];
     auto& acc = sums[0];
     unroll<CHAINS<R>>([&](auto chain) KVQ_LAMBDA {
@@ -52,11 +51,11 @@ struct TokenProducts {
       const int8_t* weights = work.weights[group][0][0] + s * SLAB;
       const char* ahead = prefetch.take<SLAB / 4>();  // at once: a branch amid the sums would move them about
       unroll<SLAB / 4>([&](auto token_quad) KVQ_LAMBDA {
-        __m512i c0 = _mm512_and_si512(_mm512_srlv_epi32(L::load_bytes(w0 + token_quad * stride * 4), by0), mask);
-        __m512i c1 = _mm512_and_si512(_mm512_srlv_epi32(L::load_bytes(w1 + token_quad * stride * 4), by1), mask);
+        __m512i c0 = _mm512_and_si512(_mm512_srlv_epi32(load_words(w0 + token_quad * stride * 4, c, stride), by0), mask);
+        __m512i c1 = _mm512_and_si512(_mm512_srlv_epi32(load_words(w1 + token_quad * stride * 4, c + 16, stride), by1), mask);
         if constexpr (BITS == 3) {
-          c0 = with_third_bit(c0, L::load_plane(h0 + token_quad * high_stride * 4, high_stride), high0);
-          c1 = with_third_bit(c1, L::load_plane(h1 + token_quad * high_stride * 4, high_stride), high1);
+          c0 = with_third_bit(c0, load_words(h0 + token_quad * high_stride * 4, c, high_stride), high0);
+          c1 = with_third_bit(c1, load_words(h1 + token_quad * high_stride * 4, c + 16, high_stride), high1);
         }
         __builtin_prefetch(ahead + 64 * token_quad, 0, 3);
         unroll<R * PARTS>([&](auto x) KVQ_LAMBDA {

@@ -10,6 +10,7 @@ GUARDS = f"{KERNELS}/step/test_guards.py"
 NO_MEMORY = f"{KERNELS}/cpu/test_no_memory.py"
 LATE = f"{KERNELS}/step/test_late_maximum.py"
 SQUAT = f"{KERNELS}/cpu/test_cpu_pack.py -k squat"
+HEADS = f"{KERNELS}/cpu/test_cpu_attend.py -k 'heads_and_groups and 80 and "
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -242,6 +243,38 @@ FAULTS: tuple[Fault, ...] = (
         "c < head_size; c += LANES",
         "c < d; c += LANES",
         f"{KERNELS}/fuzz/test_cpu_fuzz_pack.py -k 'test_pack and kivi2'",
+        slow=True,
+    ),
+    Fault(
+        "AVX2: what follows a plane's last word is not the next plane's",
+        "csrc/cpu/isa/lanes8.h",
+        "(p - 4 * stride), next)",
+        "p, next)",
+        f"{HEADS}klt3'",
+        slow=True,
+    ),
+    Fault(
+        "AVX-512: what follows a plane's last word is not the next plane's",
+        "csrc/cpu/isa/lanes16.h",
+        "next, p - 4 * stride)",
+        "next, p)",
+        f"{HEADS}kivi2'",
+        slow=True,
+    ),
+    Fault(
+        "AVX-512: Kitty's halves of a vector change places",
+        "csrc/cpu/attend/integer/boosted_keys.h",
+        "place(c), folded.of[r] + place(c + WIDTH / 2)",
+        "place(c + WIDTH / 2), folded.of[r] + place(c)",
+        f"{HEADS}kitty2'",
+        slow=True,
+    ),
+    Fault(
+        "AVX-512: the last numbers are packed with those of the next row",
+        "csrc/cpu/isa/lanes.h",
+        "first > N - PACK",
+        "first > N",
+        f"{HEADS}kivi2'",
         slow=True,
     ),
 )

@@ -103,8 +103,8 @@ FAULTS: tuple[Fault, ...] = tuple(
         (
             "tiles of bytes: third bits come from the wrong plane",
             f"{AMX}/token_values.h",
-            "L::planes(first, high_stride)",
-            "L::planes(c, high_stride)",
+            "L::planes(first, high_stride, 1)",
+            "L::planes(c, high_stride, 1)",
         ),
         (
             "tiles of halves: both have the even ones",
