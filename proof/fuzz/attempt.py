@@ -23,8 +23,8 @@ from vllm_kvq.formats.table import PLAIN
 
 CLOSE = 1e-3
 """Two logits closer than this (their standard deviation is 30) may swap their order in float32."""
-LONG_SECONDS = 3600.0
-"""The time that a trace of long prompts may take."""
+SECONDS, LONG_SECONDS = 1800.0, 3600.0
+"""What a trace may take, and one of long prompts: with PyTorch kernels, 64 requests take minutes of a busy core."""
 
 
 _writing = threading.Lock()
@@ -84,8 +84,7 @@ class Runner:
             setup, prepare = (self.setup, self.prepare) if name != PLAIN else (self.setup.plain(), None)
             draft = draft_of(self.model) if setup.draft_model else ""
             engine = EngineProcess(self.model, setup.arguments(draft), setup.variables, prepare)
-            if setup.max_len > MAX_LEN:
-                engine.timeout = LONG_SECONDS
+            engine.timeout = max(engine.timeout, LONG_SECONDS if setup.max_len > MAX_LEN else SECONDS)
             self.engines[name] = engine
         return self.engines[name]
 
