@@ -68,7 +68,8 @@ def page(options: argparse.Namespace, found: Judged) -> str:
         command += f" --context {','.join(map(str, options.context))}"
     if options.block_size != 64:
         command += f" --block-size {options.block_size}"
-    several = " and ".join(f"{n:,}" for n in options.context)
+    *rest, last = (f"{n:,}" for n in options.context)
+    several = f"{', '.join(rest)} and {last}" if rest else last
     return f"""# Long contexts
 
 Prompts of nearly {several} tokens in chunks, each next to a short prompt with

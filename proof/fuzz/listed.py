@@ -14,7 +14,7 @@ from pathlib import Path
 
 from proof.fuzz.case import MODEL, Case
 from proof.fuzz.kinds import LLAMA
-from proof.fuzz.main import COLUMNS, row, table
+from proof.fuzz.main import COLUMNS, at_a_time, row, table
 from proof.fuzz.session import Count
 from vllm_kvq.kernels.cpu.processor import processor_name
 
@@ -29,8 +29,7 @@ class Judged:
 
     @property
     def how(self) -> str:
-        engines = "engine" if self.jobs == 1 else "engines"
-        return f"{self.minutes:.0f} minutes on {processor_name()}, {self.jobs} {engines} at a time."
+        return f"{self.minutes:.0f} minutes on {processor_name()}, {at_a_time(self.jobs)}."
 
     @property
     def table(self) -> str:

@@ -103,6 +103,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return replay(model, case) if case else fuzz(model, options)
 
 
+def at_a_time(jobs: int) -> str:
+    return f"{jobs} engine{'s' * (jobs > 1)} at a time"
+
+
 def fuzz(model: str, options: argparse.Namespace) -> int:
     from proof.fuzz.session import Session, minimal
     from vllm_kvq.kernels.cpu.library import library
@@ -117,7 +121,7 @@ def fuzz(model: str, options: argparse.Namespace) -> int:
     minutes = (time.monotonic() - begun) / 60
     rows = {name: row(count) for name, count in session.counts.items()}
     rows["total"] = {c: sum(row[c] for row in rows.values()) for c in COLUMNS}
-    print(f"seed {options.seed}, {minutes:.0f} minutes, {options.jobs} engines at a time")
+    print(f"seed {options.seed}, {minutes:.0f} minutes, {at_a_time(options.jobs)}")
     print(table(rows), flush=True)
     engines = Counter[str]()
     for count in session.counts.values():
@@ -173,7 +177,7 @@ def write_up(options: argparse.Namespace, minutes: float, rows: Mapping[str, Map
     return f"""# Random traces on real engines
 
 {requests} of random traces, each token judged by the reference (docs/testing.md). Mismatches: {total["mismatches"]}.
-{minutes:.0f} minutes on {cores} cores of {processor_name()}; {options.jobs} engines at a time.
+{minutes:.0f} minutes on {cores} cores of {processor_name()}; {at_a_time(options.jobs)}.
 
     {command}
 
