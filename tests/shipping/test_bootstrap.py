@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -279,6 +280,25 @@ def test_real_pip_without_network(boot: ModuleType, root: Path, monkeypatch: pyt
         boot.Venv(root).pip("install", "numpy")
     assert "\n" not in str(caught.value)
     assert "pip install numpy" in (root / ".venv" / "bootstrap.log").read_text()
+
+
+def test_modules_are_compiled_when_they_are_imported(boot: ModuleType, root: Path, tmp_path: Path) -> None:
+    """To compile all of the engine's takes half as long as to install it."""
+    wheel = tmp_path / "rarely-1.0-py3-none-any.whl"
+    contents = {
+        "rarely.py": "",
+        "rarely-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: rarely\nVersion: 1.0\n",
+        "rarely-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "rarely-1.0.dist-info/RECORD": "",
+    }
+    with zipfile.ZipFile(wheel, "w") as file:
+        for name, text in contents.items():
+            file.writestr(name, text)
+    venv = boot.Venv(root)
+    venv.pip("install", "--no-index", str(wheel))
+    assert not list(venv.path.rglob("rarely.*.pyc"))
+    assert subprocess.run([venv.python, "-c", "import rarely"], env={"PATH": os.environ["PATH"]}).returncode == 0
+    assert list(venv.path.rglob("rarely.*.pyc"))
 
 
 @pytest.mark.parametrize(

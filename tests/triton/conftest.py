@@ -5,8 +5,10 @@ from one_thread import one_thread
 
 pytest.importorskip("triton")
 
+from proof.kernels.interpreter import quicken
 from vllm_kvq.kernels.gpu.loading import load
 
 load()
+quicken()
 
 __all__ = ["one_thread"]

@@ -7,9 +7,10 @@ backend of that name says that it is active; nothing is compiled for it, because
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+from proof.kernels.interpreter import quicken
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,9 +42,8 @@ def _mend_interpreter() -> None:
     from triton.language import int1
     from triton.runtime import interpreter
 
+    quicken()
     builder = interpreter.interpreter_builder
-    # a check of every sum, which GPUs don't make either and which takes a third of the time
-    builder.options = replace(builder.options, sanitize_overflow=False)
     splat = builder.create_splat
 
     def create_splat(shape: Any, arg: Any) -> Any:

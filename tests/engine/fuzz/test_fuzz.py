@@ -25,15 +25,19 @@ CASES = sorted((Path(__file__).parent / "cases").glob("*.json"))
 
 
 @pytest.mark.slow
-def test_a_short_run_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "formats", [["squat2", "qjl3", "klt3", "lossless"], pytest.param(default(), marks=pytest.mark.wide)], ids=len
+)
+def test_a_short_run_finds_nothing(formats: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each format has an engine, even if fewer engines could judge as many requests."""
     for name in ("OMP_NUM_THREADS", "PYTHONWARNINGS"):  # the command sets them for its own process
         monkeypatch.setenv(name, os.environ.get(name, ""))
     report = tmp_path / "report.json"
-    assert main(["--seed", "1", "--requests", "16", "--jobs", "1", "--counts", str(report)]) == 0
+    asked = ["--requests", str(2 * len(formats)), "--formats", ",".join(formats)]
+    assert main(["--seed", "1", "--jobs", "1", "--counts", str(report), *asked]) == 0
     counts = json.loads(report.read_text())["counts"]
     assert counts["total"]["mismatches"] == 0
-    assert {name for name, row in counts.items() if row["requests"] > 0} == {*default(), "total"}
+    assert {name for name, row in counts.items() if row["requests"] > 0} == {*formats, "total"}
     assert min(counts["total"][what] for what in ("hits", "rejected", "aborts")) > 0
 
 
