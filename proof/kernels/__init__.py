@@ -5,7 +5,6 @@
     cubin.py          one CUDA kernel by itself, compiled
     step_traffic.py   a layer's GPU step over requests that grow, against the reference cache
     probe.py          counts the instructions of the CPU kernels; executes those that this processor lacks
-    interpreter.py    Triton's interpreter in half the time
     sanitize.py       the CPU kernels under g++'s sanitizers
 
 The tests of the kernels are in `tests/kernels`, `tests/triton`, `tests/cuda` and `tests/gpu`.

@@ -2,7 +2,7 @@
 
 from one_thread import one_thread
 
-from proof.kernels.interpreter import quicken
+from proof.interpreter import quicken
 from vllm_kvq.kernels.gpu import loading
 
 loading.load()  # parts are merged by Triton's kernel, under its interpreter

@@ -5,7 +5,7 @@ from one_thread import one_thread
 
 pytest.importorskip("triton")
 
-from proof.kernels.interpreter import quicken
+from proof.interpreter import quicken
 from vllm_kvq.kernels.gpu.loading import load
 
 load()

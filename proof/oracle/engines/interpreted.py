@@ -10,7 +10,7 @@ import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from proof.kernels.interpreter import quicken
+from proof.interpreter import quicken
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -126,6 +126,7 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
     "docs/results/admit-0.33.md": {"python -m proof admit": Account(ADMIT)},
     "docs/results/contexts.md": {"python -m proof contexts": Account(CONTEXTS)},
     "docs/results/clients.md": {"python -m proof clients": Account(CLIENTS)},
+    "docs/results/fuzz-72.md": {"python -m proof fuzz": Account(FUZZ)},
     "docs/results/fuzz-v2.md": {"python -m proof fuzz": Account(FUZZ)},
     "docs/results/fuzz.md": {"python -m proof fuzz": Account(FUZZ)},
     "docs/results/gpu-compile.md": {
