@@ -6,6 +6,7 @@
 # make wheel    a wheel in dist/ that carries the compiled CPU kernels
 # make site     the documents as a site in build/site
 # make mutants  faults planted one at a time, each of which the tests must notice: make mutants ALL=1 for the slow ones
+# make audit    known vulnerabilities of what is installed, from a public service
 # make lint     ruff, clang-format and the import contracts;  make types: mypy;  make format: both rewrite the files
 #
 # Variables: FORMAT=kvq3|kitty2|...  PORT=8000  MODEL=path or name (default: the demo model)  ONCE=1
@@ -28,7 +29,7 @@ QUICK_TESTS := tests/formats tests/eval
 export VLLM_NO_USAGE_STATS = 1
 export DO_NOT_TRACK = 1
 
-.PHONY: run check test fuzz soak wheel site mutants lint types format bootstrap kernels clean
+.PHONY: run check test fuzz soak wheel site mutants audit lint types format bootstrap kernels clean
 .DEFAULT_GOAL := run
 
 bootstrap:
@@ -64,6 +65,9 @@ site: bootstrap
 
 mutants: kernels
 	@$(VENV)/python -m proof mutants $(if $(filter-out 0,$(ALL)),--all)
+
+audit: bootstrap
+	@$(VENV)/python scripts/audit.py
 
 lint: bootstrap
 	@$(VENV)/python -m ruff check .
