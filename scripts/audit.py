@@ -38,13 +38,15 @@ def ask(packages: Sequence[str]) -> list[dict[str, Any]]:
         venv.create(folder, with_pip=True)
         python, listed = f"{folder}/bin/python", Path(folder, "packages.txt")
         listed.write_text("\n".join(packages), encoding="utf-8")
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-compile", PIP_AUDIT], check=True)
+        install = [python, "-m", "pip", "install", "--quiet", "--no-compile", PIP_AUDIT]
+        if subprocess.run(install).returncode:
+            raise SystemExit(f"audit: pip can't install {PIP_AUDIT}; what it said is above")
         options = ["--no-deps", "--disable-pip", "--progress-spinner", "off", "--format", "json"]
         command = [python, "-m", "pip_audit", *options, "--requirement", str(listed)]
         done = subprocess.run(command, capture_output=True, text=True)
     try:
         return list(json.loads(done.stdout)["dependencies"])
-    except ValueError:
+    except (ValueError, KeyError):
         raise SystemExit(f"audit: pip-audit failed: {done.stderr.strip()}") from None
 
 

@@ -40,8 +40,6 @@ ALIAS = Path("packaging/vllm-alias")
 # Importing vLLM makes a million objects, and Python's garbage collector looks at them again and again: a fifth of a
 # process's start. In processes of tests (tests/conftest.py) it runs less often, in all others as always.
 COLLECTOR = 'import gc, os; "KVQ_TESTS" in os.environ and gc.set_threshold(50_000, 10, 10)\n'
-# Most modules of the engine and the tools are never imported. Python compiles the others when they are, once.
-QUICKLY = {"install": ["--no-compile"]}
 NO_NETWORK = re.compile(
     "NewConnectionError|Temporary failure in name resolution|Name or service not known|Failed to resolve"
     "|ConnectTimeout|ProxyError|Network is unreachable|Connection refused|Read timed out"
@@ -172,7 +170,9 @@ class Venv:
 
     def pip(self, *arguments: str) -> None:
         command = [str(self.python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
-        command += QUICKLY.get(arguments[0], [])
+        if arguments[0] == "install":
+            # most modules of the engine are never imported; Python compiles the others when they are, once
+            command.append("--no-compile")
         done = subprocess.run(command, capture_output=True, text=True)
         log = done.stdout + done.stderr
         with (self.path / "bootstrap.log").open("a", encoding="utf-8") as file:

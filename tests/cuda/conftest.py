@@ -6,6 +6,7 @@ from proof.interpreter import quicken
 from vllm_kvq.kernels.gpu import loading
 
 loading.load()  # parts are merged by Triton's kernel, under its interpreter
-quicken()
+if loading.interpreted():
+    quicken()
 
 __all__ = ["one_thread"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,25 @@ def test_what_is_said(
     monkeypatch.setattr(audit, "ask", lambda packages: answers)
     assert audit.main() == (1 if lines else 0)
     assert capsys.readouterr().out.splitlines() == (lines or ["no known vulnerability; packages: 1"])
+
+
+@pytest.mark.parametrize(
+    ("installs", "printed", "sentence"),
+    [(1, "", "can't install"), (0, "", "no way"), (0, "{}", "no way"), (0, '{"dependencies": [1]}', "")],
+)
+def test_a_failure_is_one_sentence(installs: int, printed: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        status = installs if "pip" in command else 1
+        return subprocess.CompletedProcess(command, status, printed, "no way\n")
+
+    monkeypatch.setattr(audit.venv, "create", lambda *_, **__: None)
+    monkeypatch.setattr(audit.subprocess, "run", run)
+    if not sentence:
+        assert audit.ask(["torch==2.13.0"]) == [1]
+        return
+    with pytest.raises(SystemExit, match=sentence) as failure:
+        audit.ask(["torch==2.13.0"])
+    assert "\n" not in str(failure.value)
 
 
 def test_a_few_of_many_are_named() -> None:

@@ -283,7 +283,7 @@ def test_real_pip_without_network(boot: ModuleType, root: Path, monkeypatch: pyt
 
 
 def test_modules_are_compiled_when_they_are_imported(boot: ModuleType, root: Path, tmp_path: Path) -> None:
-    """To compile all of the engine's takes half as long as to install it."""
+    """Compiling all of the engine's modules takes longer than installing them."""
     wheel = tmp_path / "rarely-1.0-py3-none-any.whl"
     contents = {
         "rarely.py": "",

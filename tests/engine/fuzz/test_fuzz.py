@@ -26,7 +26,9 @@ CASES = sorted((Path(__file__).parent / "cases").glob("*.json"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "formats", [["squat2", "qjl3", "klt3", "lossless"], pytest.param(default(), marks=pytest.mark.wide)], ids=len
+    "formats",
+    [["squat2", "qjl3", "klt3", "lossless"], pytest.param(default(), marks=pytest.mark.wide)],
+    ids=["a few", "all"],
 )
 def test_a_short_run_finds_nothing(formats: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each format has an engine, even if fewer engines could judge as many requests."""
