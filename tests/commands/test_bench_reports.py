@@ -147,7 +147,8 @@ def test_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: Drawn) -> 
     assert [*options.rows[0]] == ["squat2", "group: 16", "0.50", "2.5"]
     assert len(options.rows) == len(slow.OPTIONS)
     ((panels, _),) = drawn
-    assert [len(curves) for curves in panels.values()] == [*[len(heads.rows)] * 3, len(slow.OPTIONS) + 4]
+    by_default = {name for name, _ in slow.OPTIONS}
+    assert [len(curves) for curves in panels.values()] == [*[len(heads.rows)] * 3, len(slow.OPTIONS) + len(by_default)]
     assert panels["d = 80"]["squat2"] == [(256, 0.8)]
     assert len(rows(ran.out / "slow.csv")) == sum(1 + len(curves) for curves in panels.values())
 

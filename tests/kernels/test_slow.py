@@ -124,17 +124,17 @@ def test_known_cases(level: int) -> None:
         "polar4 is attended slowly here: the fast kernels don't serve its keys "
         f"at head size 512 (they do at {sizes}); --kv-cache-dtype auto may be faster"
     )
-    assert slow.slow(bound("polar4", 128, {"mode": "paper", "group": 16})) == (
-        "polar4 is attended slowly here: the fast kernels don't serve its keys with mode=paper and its values with "
-        "group=16; leave out 'mode' and 'group'"
+    assert slow.slow(bound("innerq2", 128, {"key_bits": 4, "value_bits": 4})) == (
+        "innerq2 is attended slowly here: the fast kernels don't serve its keys with key_bits=4 and its values with "
+        "value_bits=4; leave out 'key_bits' and 'value_bits'"
     )
     # only what is responsible
     assert slow.slow(bound("squat2", 128, {"value_bits": 4, "group": 16})) == (
         "squat2 is attended slowly here: the fast kernels don't serve its values with group=16; leave out 'group'"
     )
     assert slow.slow(bound("polar4_v16", 128)) == (
-        "polar4_v16 is attended slowly here: the fast kernels don't serve its keys as polar4_v16 stores them and its "
-        "values as polar4_v16 stores them; --kv-cache-dtype auto may be faster"
+        "polar4_v16 is attended slowly here: the fast kernels don't serve its values as polar4_v16 stores them; "
+        "--kv-cache-dtype auto may be faster"
     )
     assert slow.slow(bound("squat4", 512, {"keys": "polar"})) == (
         "squat4 is attended slowly here: the fast kernels don't serve its keys of the codec 'polar'; leave out 'keys'"
@@ -170,7 +170,7 @@ def test_the_path_says_it() -> None:
 
 @pytest.mark.parametrize(
     ("name", "d", "options"),
-    [("squat2", 64, {}), ("squat2", 96, {}), ("polar4", 192, {}), ("polar4", 64, {"mode": "paper", "values": "raw"})],
+    [("squat2", 64, {}), ("squat2", 96, {}), ("polar4", 192, {}), ("innerq2", 64, {"key_bits": 4, "value_bits": 4})],
 )
 def test_integer_kernels_round_and_float32_kernels_do_not(
     name: str, d: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

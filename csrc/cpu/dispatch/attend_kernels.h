@@ -20,6 +20,7 @@
 namespace kvq {
 
 constexpr int ROWS = 64;
+constexpr int MOST_SIGNS = 1024;  // rows of a sketch that integer kernels support: 16 bits must hold a sum of all
 
 struct Slab {
   const uint8_t* page;  // start of the record

@@ -107,7 +107,8 @@ inline kvq::Layout read_layout(const TensorView& t) {
           "boosted channels have no codes");
   require(!sketch || (l.sketch_rows > 0 && l.outliers >= 0 && (l.outer_rows > 0) == (l.outliers > 0)),
           "the sketch has no rows");
-  require(!polar || (l.radius_bits >= 1 && l.radius_bits <= 8), "radii have no codes");
+  require(!polar || (l.key_bits >= 2 && l.key_bits <= 4 && (l.radius_bits == 2 || l.radius_bits == 4)),
+          "angles or radii have no codes");
   require(!transformed || (l.key_bits == 2 && l.slots > 0 && l.slots <= 4 * l.d && l.slots % 16 == 0),
           "transformed keys have no codes");
   require(!transformed || l.key_heads >= 0, "there are no heads");

@@ -24,8 +24,9 @@ KVQ_INLINE void unroll(F&& f) {
 template <class F>
 KVQ_INLINE void row_tiles(int rows, F&& f) {
   int r = 0;
-  for (; r + 4 <= rows; r += 4) f(std::integral_constant<int, 4>{}, r);
-  switch (rows - r) {
+  for (; rows >= 4; rows -= 4, r += 4) f(std::integral_constant<int, 4>{}, r);
+  if (rows == 0) return;
+  switch (rows) {
     case 3: f(std::integral_constant<int, 3>{}, r); break;
     case 2: f(std::integral_constant<int, 2>{}, r); break;
     case 1: f(std::integral_constant<int, 1>{}, r); break;

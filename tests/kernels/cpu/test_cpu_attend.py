@@ -223,6 +223,8 @@ def test_half_precision_queries(dtype: torch.dtype) -> None:
         ("qjl3", {"outlier_choice": "slab"}),  # other outliers in each slab
         ("qjl3", {"outliers": 0}),
         ("qjl3", {"outliers": 0, "m": 96, "sketch": "gaussian"}),
+        ("qjl3", {"m": 1024, "m_out": 1024}),
+        ("qjl3", {"m": 1056}),  # more than the integer kernels take
         ("polar4", {"mode": "paper"}),
         ("polar4", {"values": "raw"}),
         ("polar3", {"mode": "paper"}),

@@ -324,7 +324,7 @@ def test_the_text_says_the_same(checked: Check, model: Path, capsys: pytest.Capt
         "--max-model-len",
         "256",
         "--additional-config",
-        '{"kvq": {"mode": "paper"}}',
+        '{"kvq": {"values": "raw"}}',
     ]
     found = checked(*arguments)
     assert cli.main(["check", str(model), *arguments]) == 0
@@ -335,7 +335,7 @@ def test_the_text_says_the_same(checked: Check, model: Path, capsys: pytest.Capt
         f"{found['bits_per_element']:.3f} with all parameters",
         f"{found['capacity']['tokens']:,} tokens",
         f"bf16: {found['capacity']['bf16_tokens']:,}",
-        "2 of 2 layers, as polar4:mode=paper",
+        "2 of 2 layers, as polar4:values=raw",
         "C++ (",
     ):
         assert said in text

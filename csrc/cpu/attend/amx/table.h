@@ -28,10 +28,11 @@ struct Set {
   using Boosted = FoldedKeys<integer::BoostedKeys<D>>;
   template <int D>
   using Hybrid = HybridKeys<D>;
-  template <int D>
   using Sketch = Elsewhere;
   template <int D, int RADIUS_BITS>
   using Polar = Elsewhere;
+  template <int D>
+  using JoinedPolar = Elsewhere;
   template <int PLANE>
   using Transformed = DigitKeys<PLANE>;
   template <int BITS>

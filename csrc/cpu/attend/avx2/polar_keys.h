@@ -1,7 +1,7 @@
 //     q . k_t = sum_p q_p . k_pt,    k_pt = r_pt (cos phi_pt, sin phi_pt)
 //
-// PolarQuant's keys (formats/methods/polar.py), 4-bit angles with 4- or 2-bit radii, unpacked to 16-bit integers once per slab
-// for all rows.
+// PolarQuant's keys (formats/methods/polar.py), unpacked to 16-bit integers once per slab for all rows. 4-bit angles with 4- or
+// 2-bit radii are read as they are stored; polar_codes.h joins others to nibbles.
 //
 // A page has 16 cosines, 16 sines and up to 16 radii per pair of channels. They are looked up for 32 tokens at a time
 // (two byte shuffles make 16 bits) and multiplied by vpmulhrsw. vpmaddwd then multiplies one pair of WIDTH tokens: as
@@ -14,6 +14,7 @@
 
 #include "../../dispatch/attend_kernels.h"
 #include "../../isa/lanes.h"
+#include "../integer/polar_codes.h"
 #include "trigonometry.h"
 
 namespace {
@@ -33,13 +34,16 @@ struct PolarKeys {
     alignas(64) int16_t key[PAIRS][SLAB][2];
     alignas(64) int16_t q[ROWS][PAIRS][2];
     alignas(64) float x[ROWS][PAIRS], y[ROWS][PAIRS], unit[PAIRS];
+    alignas(64) uint8_t codes[PAIRS * SLAB];
     float step[ROWS];
+    PolarGrid grid;
   };
 
   static size_t work_bytes(const Layout&) { return align64(sizeof(Work)); }
 
   static void begin(Task& task) {
     Work& work = *reinterpret_cast<Work*>(task.key_work);
+    work.grid = PolarGrid(*task.layout, 0, 1);
     const int32_t* pairs = task.constants->pairs;
     for (int r = 0; r < task.rows; ++r)
       for (int p = 0; p < PAIRS; ++p) {
@@ -48,7 +52,10 @@ struct PolarKeys {
       }
   }
 
-  static void score(Task& task, const Slab& slab, int column) {
+  static void score(Task& task, const Slab& slab, int column) { score_codes<false>(task, slab, column); }
+
+  template <bool JOINED>
+  KVQ_INLINE static void score_codes(Task& task, const Slab& slab, int column) {
     Work& work = *reinterpret_cast<Work*>(task.key_work);
     const Layout& l = *task.layout;
     if (task.prepared != slab.page) {
@@ -57,7 +64,8 @@ struct PolarKeys {
     }
     task.prepared = slab.page;
     if constexpr (RADIUS_BITS == 4) {
-      spread<8>(slab.data + l.k_polar, [&](int p, __m256i codes) KVQ_LAMBDA {
+      if constexpr (JOINED) join_codes<PAIRS>(l, slab, work.codes);
+      spread<8>(JOINED ? work.codes : slab.data + l.k_polar, [&](int p, __m256i codes) KVQ_LAMBDA {
         const __m256i nibble = _mm256_set1_epi8(15);
         store_bytes(work.angle_codes[p], _mm256_and_si256(codes, nibble));
         store_bytes(work.radius_codes[p], _mm256_and_si256(_mm256_srli_epi16(codes, 4), nibble));
@@ -73,18 +81,16 @@ struct PolarKeys {
 
   // The page's 16 angles and its radii; 8 pairs side by side, turned from one angle to the next.
   static __attribute__((noinline)) void read_grid(const Layout& l, const uint8_t* page, Work& work) {
-    const __m256 half = _mm256_set1_ps(0.5f), one = _mm256_set1_ps(32767.0f);
+    const __m256 one = _mm256_set1_ps(32767.0f);
     for (int p = 0; p < PAIRS; p += 8) {
-      const auto grid = [&](int64_t field) { return Lanes8::load_halves(page + field + 2 * p); };
-      const __m256 angle_step = grid(l.k_angle_step), radius_step = grid(l.k_radius_step);
-      const __m256 radius0 = _mm256_fmadd_ps(half, radius_step, grid(l.k_radius0));
-      const __m256 steps = _mm256_set1_ps(float((1 << RADIUS_BITS) - 1));
-      const __m256 longest = _mm256_max_ps(_mm256_fmadd_ps(steps, radius_step, radius0), _mm256_set1_ps(1e-30f));
+      const auto field = [&](int64_t at) { return Lanes8::load_halves(page + at + 2 * p); };
+      const PolarCells<__m256> cells(l, work.grid, field);
+      const __m256 longest = _mm256_max_ps(cells.last, _mm256_set1_ps(1e-30f));
       const __m256 factor = _mm256_div_ps(_mm256_set1_ps(LONGEST), longest);
       _mm256_storeu_ps(work.unit + p, _mm256_mul_ps(longest, _mm256_set1_ps(1 / LONGEST)));
       __m256 s, c, turn_s, turn_c, sines[CODES];
-      sine_cosine(_mm256_fmadd_ps(half, angle_step, grid(l.k_angle0)), s, c);
-      sine_cosine(angle_step, turn_s, turn_c);
+      sine_cosine(cells.angle, s, c);
+      sine_cosine(cells.turn, turn_s, turn_c);
       by_pair(work.cosine, p, [&](int a) {
         const __m256 cosine = c;
         sines[a] = s;
@@ -94,7 +100,7 @@ struct PolarKeys {
       });
       by_pair(work.sine, p, [&](int a) { return _mm256_mul_ps(sines[a], one); });
       by_pair(work.radius, p, [&](int i) {
-        return _mm256_mul_ps(_mm256_fmadd_ps(radius_step, _mm256_set1_ps(float(i)), radius0), factor);
+        return _mm256_mul_ps(_mm256_fmadd_ps(cells.step, _mm256_set1_ps(float(i)), cells.first), factor);
       });
     }
   }

@@ -5,7 +5,7 @@
 // interleavings combine the bytes, and two additions add them up: six instructions, compared with 16 for byte products
 // of features in two parts.
 //
-// Sums stay in 16 bits, so a row's unit is chosen such that the magnitudes of its N rounded features add up to at most
+// Sums stay in 16 bits, so a row's unit is chosen such that the magnitudes of its rounded features add up to at most
 // 32767: they can't overflow, whatever bits a page holds. The rounding is about 1e-3 of a typical sum.
 #pragma once
 
@@ -55,32 +55,41 @@ static __attribute__((noinline)) void add_signs(const uint8_t* bits, const Nibbl
   });
 }
 
-template <int N>
-struct SignSums {
-  static constexpr int STRIDE = N / 8, QUADS = N / 32;
+class SignSums {
+  int signs_;             // rows of the sketch
+  NibbleTables* tables_;  // [rows][signs / 32]
 
-  alignas(64) NibbleTables table[ROWS][QUADS];
+ public:
   float step[ROWS];
 
-  // Tables of row `row` from its N features.
+  // What a sketch of `signs` rows takes of the work area, a multiple of 64, and this object's pointer into it.
+  static size_t bytes(int64_t signs) { return size_t(signs) / 32 * ROWS * sizeof(NibbleTables); }
+  char* place(int64_t signs, char* at) {
+    signs_ = int(signs);
+    tables_ = reinterpret_cast<NibbleTables*>(at);
+    return at + bytes(signs);
+  }
+
+  // Tables of row `row` from its features.
   __attribute__((noinline)) void fill(int row, const float* f) {
+    const int stride = signs_ / 8;
     Reals magnitudes[4] = {};
-    for (int j = 0; j < N; j += WIDTH) magnitudes[0] = magnitudes[0] + absolute(L::load(f + j));
-    const float total = _mm_cvtss_f32(reduce4<Add>(magnitudes)) + 1e-30f, most = 32767.0f - N;  // rounding adds 1/2 each
+    for (int j = 0; j < signs_; j += WIDTH) magnitudes[0] = magnitudes[0] + absolute(L::load(f + j));
+    const float total = _mm_cvtss_f32(reduce4<Add>(magnitudes)) + 1e-30f, most = float(32767 - signs_);  // rounding adds 1/2 each
     step[row] = total / most;
-    alignas(64) int32_t fixed[N];
-    for (int j = 0; j < N; j += WIDTH) store_bytes(fixed + j, to_ints(L::load(f + j) * L::all(most / total)));
+    alignas(64) int32_t fixed[MOST_SIGNS];
+    for (int j = 0; j < signs_; j += WIDTH) store_bytes(fixed + j, to_ints(L::load(f + j) * L::all(most / total)));
     const __m256i byte = _mm256_set1_epi16(255);
-    for (int b = 0; b < STRIDE; ++b)
+    for (int b = 0; b < stride; ++b)
       for (int nibble = 0; nibble < 2; ++nibble) {
         __m256i sums = _mm256_setzero_si256();
         unroll<4>([&](auto bit) KVQ_LAMBDA {
-          const __m256i feature = _mm256_set1_epi16(short(fixed[b + (4 * nibble + bit) * STRIDE]));
+          const __m256i feature = _mm256_set1_epi16(short(fixed[b + (4 * nibble + bit) * stride]));
           sums = add16(sums, _mm256_sign_epi16(feature, Lanes8::load_bytes(NIBBLE_SIGNS.of[bit])));
         });
         const __m256i bytes = _mm256_packus_epi16(sums & byte, _mm256_srli_epi16(sums, 8));
         const __m256i parts = _mm256_permute4x64_epi64(bytes, 0xD8);
-        auto& to = table[row][b / 4][nibble];
+        auto& to = tables_[row * (signs_ / 32) + b / 4][nibble];
         _mm_store_si128((__m128i*)to[0][b % 4], _mm256_castsi256_si128(parts));
         _mm_store_si128((__m128i*)to[1][b % 4], _mm256_extracti128_si256(parts, 1));
       }
@@ -88,7 +97,7 @@ struct SignSums {
 
   template <int R>
   KVQ_INLINE void add(const uint8_t* bits, int row, Prefetch& prefetch, Reals (&sums)[R][PER_SLAB]) const {
-    add_signs<R>(bits, table[row], QUADS, prefetch, sums);
+    add_signs<R>(bits, tables_ + row * (signs_ / 32), signs_ / 32, prefetch, sums);
   }
 };
 

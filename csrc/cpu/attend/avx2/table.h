@@ -4,6 +4,6 @@
 #include "../integer/choose.h"
 #include "hybrid_values.h"
 #include "polar_keys.h"
-#include "sketch_keys.h"
+#include "sign_sums.h"
 #include "token_values.h"
 #include "../integer/table.h"

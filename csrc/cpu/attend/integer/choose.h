@@ -1,8 +1,8 @@
 // Which integer kernel serves which layout; the float32 kernels serve the rest.
 //
-// `Set` names the kernels of an instruction set: Channel<D, BITS>, Boosted<D>, Hybrid<D>, Sketch<D>,
-// Polar<D, RADIUS_BITS>, Transformed<PLANE>, Token<BITS>, Searched<BITS>, HybridValues; and LANES, the 32-bit lanes of its
-// vectors. What it calls Elsewhere, and what has no kernel here, other_keys and other_values serve.
+// `Set` names the kernels of an instruction set: Channel<D, BITS>, Boosted<D>, Hybrid<D>, Sketch, Polar<D, RADIUS_BITS>,
+// JoinedPolar<D>, Transformed<PLANE>, Token<BITS>, Searched<BITS>, HybridValues; and LANES, the 32-bit lanes of its vectors.
+// What it calls Elsewhere, and what has no kernel here, other_keys and other_values serve.
 #pragma once
 
 #include <type_traits>
@@ -39,7 +39,7 @@ struct Size {
   static constexpr int d = D;
 };
 
-// The head sizes for which QJL's and PolarQuant's kernels are compiled: these unroll their loops over channels.
+// The head sizes for which PolarQuant's kernels are compiled: these unroll their loops over channels.
 constexpr int MOST_UNROLLED = 256;
 
 // f(Size<D>) for the head sizes that have kernels; by tiles, only those whose planes are whole lines of them.
@@ -79,19 +79,21 @@ inline KeyKernel choose_transformed(const Layout& l, int rows) {
 template <class Set>
 inline KeyKernel choose_keys(const Layout& l, int rows) {
   if (l.keys == Keys::transformed) return choose_transformed<Set>(l, rows);
+  if (l.keys == Keys::sketch && l.sketch_rows <= MOST_SIGNS && l.outer_rows <= MOST_SIGNS && l.outliers <= 32)
+    return key_kernel<Set, typename Set::Sketch>(l, rows);
   return by_head_size<Set>(l, rows, [&](auto size) -> KeyKernel {
     constexpr int D = decltype(size)::d;
-    const bool channel = l.keys == Keys::channel, polar = l.keys == Keys::polar && !l.paper && l.key_bits == 4;
+    const bool channel = l.keys == Keys::channel;
     if (channel && l.key_bits == 2) return key_kernel<Set, typename Set::template Channel<D, 2>>(l, rows);
     if (channel && l.key_bits == 4) return key_kernel<Set, typename Set::template Channel<D, 4>>(l, rows);
     if (l.keys == Keys::boosted && l.boosted <= D / 2) return key_kernel<Set, typename Set::template Boosted<D>>(l, rows);
     if (l.keys == Keys::hybrid && l.key_bits == 2) return key_kernel<Set, typename Set::template Hybrid<D>>(l, rows);
     if constexpr (D <= MOST_UNROLLED) {
-      const bool outer = l.outer_rows == l.d || !l.outliers;
-      if (l.keys == Keys::sketch && l.sketch_rows == 2 * l.d && outer && l.outliers <= 32)
-        return key_kernel<Set, typename Set::template Sketch<D>>(l, rows);
-      if (polar && l.radius_bits == 4) return key_kernel<Set, typename Set::template Polar<D, 4>>(l, rows);
-      if (polar && l.radius_bits == 2) return key_kernel<Set, typename Set::template Polar<D, 2>>(l, rows);
+      if (l.keys == Keys::polar) {
+        if (l.key_bits == 4 && l.radius_bits == 4) return key_kernel<Set, typename Set::template Polar<D, 4>>(l, rows);
+        if (l.key_bits == 4) return key_kernel<Set, typename Set::template Polar<D, 2>>(l, rows);
+        return key_kernel<Set, typename Set::template JoinedPolar<D>>(l, rows);
+      }
     }
     return Set::other_keys(l, rows);
   });

@@ -1,11 +1,12 @@
 // The integer kernels of an instruction set. Its own table.h includes this after what only it has: HybridValues2,
-// PolarKeys, SketchKeys and TokenValues.
+// PolarKeys, SignSums and TokenValues.
 #pragma once
 
 #include "choose.h"
 #include "boosted_keys.h"
 #include "channel_keys.h"
 #include "hybrid_keys.h"
+#include "sketch_keys.h"
 #include "transformed_keys.h"
 
 namespace {
@@ -20,10 +21,11 @@ struct Set {
   using Boosted = BoostedKeys<D>;
   template <int D>
   using Hybrid = HybridKeys2<D>;
-  template <int D>
-  using Sketch = SketchKeys<D>;
+  using Sketch = SketchKeys<SignSums>;
   template <int D, int RADIUS_BITS>
   using Polar = PolarKeys<D, RADIUS_BITS>;
+  template <int D>
+  using JoinedPolar = JoinedPolarKeys<PolarKeys<D, 4>>;
   template <int PLANE>
   using Transformed = TransformedKeys<PLANE>;
   template <int BITS>

@@ -1,9 +1,9 @@
 //     q . k_t = sum_p r_pt (x_p cos phi_pt + y_p sin phi_pt),    (x_p, y_p) the query's pair p
 //     r T = (r_hi + r_lo / 256) (256 T_hi + T_lo) ~ r_hi (256 T_hi + T_lo) + r_lo T_hi
 //
-// PolarQuant's keys (formats/methods/polar.py), 4-bit angles with 4- or 2-bit radii, by tables. Per page and row, T holds the
-// 16 values x_p cos + y_p sin of every pair in fixed point, in two bytes; the 16 radii are unsigned numbers of 16 bits,
-// in a unit of their pair that goes into T.
+// PolarQuant's keys (formats/methods/polar.py), by tables. Per page and row, T holds the 16 values x_p cos + y_p sin of every
+// pair in fixed point, in two bytes; the up to 16 radii are unsigned numbers of 16 bits, in a unit of their pair that
+// goes into T. 4-bit angles with 4- or 2-bit radii are read as they are stored; polar_codes.h joins others to nibbles.
 //
 // One byte shuffle looks up 64 codes; one dot product takes 4 pairs of 16 tokens. A table register holds 4 pairs: byte
 // 4 code + pair % 4.
@@ -11,6 +11,7 @@
 
 #include "../../dispatch/attend_kernels.h"
 #include "../../isa/lanes.h"
+#include "../integer/polar_codes.h"
 #include "trigonometry.h"
 
 namespace {
@@ -48,12 +49,11 @@ struct Fractions {
       for (int j = 0; j < 4; ++j) of[code][j] = uint16_t(code * 65535 / (steps - 1));
   }
 };
-template <int STEPS>
-constexpr Fractions FRACTIONS(STEPS);
+constexpr Fractions FRACTIONS_OF_4(4), FRACTIONS_OF_16(16);
 
 template <int D, int RADIUS_BITS>
 struct PolarKeys {
-  static constexpr int PAIRS = D / 2, QUADS = PAIRS / 4, CODES = 16, STEPS = 1 << RADIUS_BITS;
+  static constexpr int PAIRS = D / 2, QUADS = PAIRS / 4, CODES = 16;
 
   struct Work {
     alignas(64) int8_t table[ROWS / 4][PARTS][4][QUADS][64];
@@ -62,13 +62,17 @@ struct PolarKeys {
     // of this page: the middle angle in the radii's units, and what an angle k + 1/2 steps from it is turned by
     alignas(64) float middle_cosine[PAIRS], middle_sine[PAIRS];
     alignas(64) int16_t cosine[QUADS][CODES / 2][4], sine[QUADS][CODES / 2][4];  // times 32767
+    alignas(64) uint8_t codes[PAIRS * SLAB];
+    const uint8_t *angles, *radii;  // codes of this slab; those of 4 bits are in the same bytes
     float step[ROWS];
+    PolarGrid grid;
   };
 
   static size_t work_bytes(const Layout&) { return align64(sizeof(Work)); }
 
   static void begin(Task& task) {
     Work& work = *reinterpret_cast<Work*>(task.key_work);
+    work.grid = PolarGrid(*task.layout, (CODES - 1) / 2.0f, 0.5f);
     const int32_t* pairs = task.constants->pairs;
     for (int r = 0; r < task.rows; ++r)
       for (int p = 0; p < PAIRS; ++p) {
@@ -77,36 +81,42 @@ struct PolarKeys {
       }
   }
 
-  static void score(Task& task, const Slab& slab, int column) {
+  static void score(Task& task, const Slab& slab, int column) { score_codes<false>(task, slab, column); }
+
+  template <bool JOINED>
+  KVQ_INLINE static void score_codes(Task& task, const Slab& slab, int column) {
     Work& work = *reinterpret_cast<Work*>(task.key_work);
     if (task.prepared != slab.page) {
       read_grid(*task.layout, slab.page, work);
       row_tiles(task.rows, [&](auto r, int row) { fill_tables<decltype(r)::value>(row, work); });
     }
     task.prepared = slab.page;
-    row_tiles(task.rows, [&](auto r, int row) { tile<decltype(r)::value>(task, slab, column, row, work); });
+    const Layout& l = *task.layout;
+    if constexpr (JOINED) join_codes<PAIRS>(l, slab, work.codes);
+    work.angles = JOINED ? work.codes : slab.data + (RADIUS_BITS == 4 ? l.k_polar : l.k_angle);
+    work.radii = slab.data + l.k_radius;
+    row_tiles(task.rows, [&](auto r, int row) { tile<decltype(r)::value>(task, column, row, work); });
   }
 
   static __attribute__((noinline)) void read_grid(const Layout& l, const uint8_t* page, Work& work) {
     alignas(64) uint16_t least[PAIRS], span[PAIRS];  // of the radii, in units of 1 / 256
     for (int p = 0; p < PAIRS; p += 16) {
-      const auto grid = [&](int64_t field) KVQ_LAMBDA { return L::load_halves(page + field + 2 * p); };
-      const __m512 half = _mm512_set1_ps(0.5f), angle_step = grid(l.k_angle_step), radius_step = grid(l.k_radius_step);
-      const __m512 first = _mm512_fmadd_ps(half, radius_step, grid(l.k_radius0));
-      const __m512 last = _mm512_fmadd_ps(radius_step, _mm512_set1_ps(float(STEPS - 1)), first);
+      const auto field = [&](int64_t at) KVQ_LAMBDA { return L::load_halves(page + at + 2 * p); };
+      const PolarCells<__m512> cells(l, work.grid, field);
       const __m512 widest = _mm512_set1_ps(65280.0f);
-      const __m512i low = _mm512_cvtps_epi32(_mm512_div_ps(_mm512_mul_ps(first, widest), last));
+      const __m512i low = _mm512_cvtps_epi32(_mm512_div_ps(_mm512_mul_ps(cells.first, widest), cells.last));
       _mm256_store_si256((__m256i*)(least + p), _mm512_cvtusepi32_epi16(low));
-      _mm256_store_si256((__m256i*)(span + p), _mm512_cvtusepi32_epi16(_mm512_sub_epi32(_mm512_set1_epi32(65280), low)));
+      // one more than to the largest radius: fractions round down, and the paper's radii are then whole high bytes
+      _mm256_store_si256((__m256i*)(span + p), _mm512_cvtusepi32_epi16(_mm512_sub_epi32(_mm512_set1_epi32(65281), low)));
 
-      const __m512 unit = _mm512_mul_ps(last, _mm512_set1_ps(1 / 255.0f));
+      const __m512 unit = _mm512_mul_ps(cells.last, _mm512_set1_ps(1 / 255.0f));
       __m512 s[CODES / 2], c[CODES / 2], middle_s, middle_c;
-      sine_cosine(_mm512_fmadd_ps(angle_step, _mm512_set1_ps(CODES / 2), grid(l.k_angle0)), middle_s, middle_c);
+      sine_cosine(cells.angle, middle_s, middle_c);
       _mm512_store_ps(work.middle_sine + p, _mm512_mul_ps(middle_s, unit));
       _mm512_store_ps(work.middle_cosine + p, _mm512_mul_ps(middle_c, unit));
       // half a step is at most a 32nd of a turn, then turned by one step, by two, by four
       __m512 turn_s, turn_c;
-      small_sine_cosine(_mm512_mul_ps(half, angle_step), turn_s, turn_c);
+      small_sine_cosine(cells.turn, turn_s, turn_c);
       s[0] = _mm512_mul_ps(turn_s, _mm512_set1_ps(32767.0f));
       c[0] = _mm512_mul_ps(turn_c, _mm512_set1_ps(32767.0f));
       unroll<3>([&](auto k) KVQ_LAMBDA {
@@ -122,12 +132,13 @@ struct PolarKeys {
       by_quads(c, &work.cosine[p / 4]);
       by_quads(s, &work.sine[p / 4]);
     }
+    const auto& fractions = l.radius_bits == 4 ? FRACTIONS_OF_16.of : FRACTIONS_OF_4.of;
     for (int q = 0; q < QUADS; ++q) {
       const __m512i wide = four(span + 4 * q), from = four(least + 4 * q);
       const auto radii = [&](int code) KVQ_LAMBDA {
-        return _mm512_add_epi16(_mm512_mulhi_epu16(wide, L::load_bytes(FRACTIONS<STEPS>.of[code])), from);
+        return _mm512_add_epi16(_mm512_mulhi_epu16(wide, L::load_bytes(fractions[code])), from);
       };
-      const __m512i a = radii(0), b = STEPS > 8 ? radii(8) : a;
+      const __m512i a = radii(0), b = RADIUS_BITS == 4 ? radii(8) : a;
       _mm512_store_si512(work.radius[0][q], _mm512_permutex2var_epi8(a, L::load_bytes(HIGH.of), b));
       _mm512_store_si512(work.radius[1][q], _mm512_permutex2var_epi8(a, L::load_bytes(LOW.of), b));
     }
@@ -228,12 +239,11 @@ struct PolarKeys {
   }
 
   template <int R>
-  static __attribute__((noinline)) void tile(Task& task, const Slab& slab, int column, int row, const Work& work) {
-    const Layout& l = *task.layout;
+  static __attribute__((noinline)) void tile(Task& task, int column, int row, const Work& work) {
     const auto& table = work.table[row / 4];
     for (int half = 0; half < 2; ++half) {
-      const uint8_t* angle_codes = slab.data + (RADIUS_BITS == 4 ? l.k_polar : l.k_angle) + half * 64;
-      const uint8_t* radius_codes = RADIUS_BITS == 4 ? angle_codes : slab.data + l.k_radius + half * 64;
+      const uint8_t* angle_codes = work.angles + half * 64;
+      const uint8_t* radius_codes = RADIUS_BITS == 4 ? angle_codes : work.radii + half * 64;
       __m512i acc[R * 3][2];  // r_hi T_hi, r_hi T_lo, r_lo T_hi, of even and odd quads if the rows are few
       constexpr int CHAINS = R <= 2 ? 2 : 1;
       unroll<R * 3>([&](auto x) KVQ_LAMBDA { acc[x][0] = acc[x][1] = _mm512_setzero_si512(); });

@@ -5,7 +5,7 @@
 #include "hybrid_values.h"
 #include "polar_keys.h"
 #include "raw.h"
-#include "sketch_keys.h"
+#include "sign_sums.h"
 #include "softmax.h"
 #include "token_values.h"
 #include "../integer/table.h"

@@ -11,6 +11,7 @@ NO_MEMORY = f"{KERNELS}/cpu/test_no_memory.py"
 LATE = f"{KERNELS}/step/test_late_maximum.py"
 SQUAT = f"{KERNELS}/cpu/test_cpu_pack.py -k squat"
 HEADS = f"{KERNELS}/cpu/test_cpu_attend.py -k 'heads_and_groups and 80 and "
+OPTIONS = f"{KERNELS}/cpu/test_cpu_attend.py -k 'test_option_combinations"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -275,6 +276,30 @@ FAULTS: tuple[Fault, ...] = (
         "first > N - PACK",
         "first > N",
         f"{HEADS}kivi2'",
+        slow=True,
+    ),
+    Fault(
+        "C++: three-bit angles lose their third bit",
+        "csrc/cpu/attend/integer/polar_codes.h",
+        "(PAIRS + 31) / 32 * 32, 1, 3, bytes)",
+        "(PAIRS + 31) / 32 * 32, 1, 2, bytes)",
+        f"{OPTIONS} and polar3'",
+        slow=True,
+    ),
+    Fault(
+        "C++: the paper's angles lie between the codes",
+        "csrc/cpu/attend/integer/polar_codes.h",
+        "angle(V{} + grid.code * PolarGrid::SIXTEENTH)",
+        "angle(V{} + (grid.code + 0.5f) * PolarGrid::SIXTEENTH)",
+        f"{OPTIONS} and polar'",
+        slow=True,
+    ),
+    Fault(
+        "C++: the outliers' sketch writes over the inliers' tables",
+        "csrc/cpu/attend/integer/sketch_keys.h",
+        "work.outer.place(l.outer_rows, at)",
+        "work.outer.place(l.outer_rows, at - Sums::bytes(l.sketch_rows))",
+        f"{OPTIONS} and qjl3'",
         slow=True,
     ),
 )

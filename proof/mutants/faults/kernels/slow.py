@@ -74,7 +74,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a slow option is not timed",
         "vllm_kvq/bench/slow.py",
-        '("polar4", {"angle_bits": 2}),',
+        '("innerq2", {"key_bits": 4}),',
         "",
         SLOW,
     ),

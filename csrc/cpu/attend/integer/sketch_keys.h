@@ -1,30 +1,41 @@
 //     q . k_t = c/m |k_in| <f, bits> + c'/m' |k_out| <f', bits'>,   f = S q - S_out q_out,  f' = S' q_out
 //
-// QJL's keys (formats/methods/qjl.py): sign bits of a sketch, with features of the query in fixed point (sign_sums.h). Every
-// slab names its outlier channels. f is recomputed when they change, which is rare: those of a request are chosen
-// once.
+// QJL's keys (formats/methods/qjl.py): sign bits of a sketch, with tables of the query's features (`Sums`, in sign_sums.h of
+// the instruction set). Every slab names its outlier channels. f is recomputed when they change, which is rare: those of
+// a request are chosen once.
 #pragma once
 
-#include "sign_sums.h"
+#include "../../dispatch/attend_kernels.h"
+#include "../../isa/lanes.h"
 
 namespace {
 namespace integer {
 
-template <int D>
+using namespace kvq;
+
+template <class Sums>
 struct SketchKeys {
-  static constexpr int M = 2 * D, OUTER = D, MOST = 32;
+  static constexpr int MOST = 32;  // outlier channels
 
   struct Work {
-    SignSums<M> inner;
-    SignSums<OUTER> outer;
-    alignas(64) float made[4][M];  // features of a tile
+    Sums inner, outer;
+    float* made;  // features of a tile, [4][signs]
     uint8_t index[MOST];
     bool prepared;
   };
 
-  static size_t work_bytes(const Layout&) { return align64(sizeof(Work)); }
+  static size_t work_bytes(const Layout& l) {
+    const size_t made = 4 * sizeof(float) * size_t(l.sketch_rows > l.outer_rows ? l.sketch_rows : l.outer_rows);
+    return align64(sizeof(Work)) + Sums::bytes(l.sketch_rows) + Sums::bytes(l.outer_rows) + made;
+  }
 
-  static void begin(Task& task) { reinterpret_cast<Work*>(task.key_work)->prepared = false; }
+  static void begin(Task& task) {
+    Work& work = *reinterpret_cast<Work*>(task.key_work);
+    const Layout& l = *task.layout;
+    char* at = work.inner.place(l.sketch_rows, task.key_work + align64(sizeof(Work)));
+    work.made = reinterpret_cast<float*>(work.outer.place(l.outer_rows, at));
+    work.prepared = false;
+  }
 
   static void score(Task& task, const Slab& slab, int column) {
     Work& work = *reinterpret_cast<Work*>(task.key_work);
@@ -42,31 +53,32 @@ struct SketchKeys {
   template <int R>
   static __attribute__((noinline)) void prepare(const Task& task, const uint8_t* index, int row, Work& work) {
     const Constants& constants = *task.constants;
-    const int outliers = int(task.layout->outliers);
+    const Layout& l = *task.layout;
+    const int outliers = int(l.outliers), inner_signs = int(l.sketch_rows), outer_signs = int(l.outer_rows);
     const float *column[MOST], *outer[MOST];
     float q[4][MOST];
     for (int i = 0; i < outliers; ++i) {
-      const int c = index[i] % D;  // a damaged page must not lead out of the sketch
-      column[i] = constants.sketch + c * M;
-      outer[i] = constants.outer + i * OUTER;
-      for (int r = 0; r < R; ++r) q[r][i] = task.query[(row + r) * D + c];
+      const int c = index[i] % int(l.d);  // a damaged page must not lead out of the sketch
+      column[i] = constants.sketch + c * inner_signs;
+      outer[i] = constants.outer + i * outer_signs;
+      for (int r = 0; r < R; ++r) q[r][i] = task.query[(row + r) * l.d + c];
     }
     // clang-format off
-    make<M, R>(column, q, outliers, [&](int r, int j, Reals sum) KVQ_LAMBDA {
-      return L::load(task.features + (row + r) * M + j) - sum;
-    }, work);
+    make<R>(column, q, outliers, inner_signs, [&](int r, int j, Reals sum) KVQ_LAMBDA {
+      return L::load(task.features + (row + r) * inner_signs + j) - sum;
+    }, work.made);
     // clang-format on
-    for (int r = 0; r < R; ++r) work.inner.fill(row + r, work.made[r]);
+    for (int r = 0; r < R; ++r) work.inner.fill(row + r, work.made + r * inner_signs);
     if (!outliers) return;
-    make<OUTER, R>(outer, q, outliers, [](int, int, Reals sum) KVQ_LAMBDA { return sum; }, work);
-    for (int r = 0; r < R; ++r) work.outer.fill(row + r, work.made[r]);
+    make<R>(outer, q, outliers, outer_signs, [](int, int, Reals sum) KVQ_LAMBDA { return sum; }, work.made);
+    for (int r = 0; r < R; ++r) work.outer.fill(row + r, work.made + r * outer_signs);
   }
 
   // made = finish(r, j, sum_i q_i column_i)
-  template <int N, int R, class Finish>
-  KVQ_INLINE static void make(const float* const* column, const float (*q)[MOST], int count, Finish finish,
-                              Work& work) {
-    for (int j = 0; j < N; j += 2 * WIDTH) {
+  template <int R, class Finish>
+  KVQ_INLINE static void make(const float* const* column, const float (*q)[MOST], int count, int signs, Finish finish,
+                              float* made) {
+    for (int j = 0; j < signs; j += 2 * WIDTH) {
       Reals acc[R][2];
       clear(acc);
       for (int i = 0; i < count; ++i) {
@@ -78,8 +90,8 @@ struct SketchKeys {
         });
       }
       unroll<R>([&](auto r) KVQ_LAMBDA {
-        store(work.made[r] + j, finish(r, j, acc[r][0]));
-        store(work.made[r] + j + WIDTH, finish(r, j + WIDTH, acc[r][1]));
+        store(made + r * signs + j, finish(r, j, acc[r][0]));
+        store(made + r * signs + j + WIDTH, finish(r, j + WIDTH, acc[r][1]));
       });
     }
   }
