@@ -84,12 +84,12 @@ def test_pytorch_kernels(
 
 # -- what is said and refused, without an engine
 def test_what_is_said(bare: Bare) -> None:
-    made = plan(bare(**kvq("qjl3", m={"0": 512, "*": 128}, seed={"0": 1, "*": 1})))
+    made = plan(bare(**kvq("qjl3", m={"0": 1056, "*": 128}, seed={"0": 1, "*": 1})))
     assert [part.layers for part in made.parts] == [(0,), (1,)]
-    assert report.part_lines(made) == ["kvq: layer 0: m=512, bits=6.438", "kvq: layer 1: m=128, bits=3.438"]
+    assert report.part_lines(made) == ["kvq: layer 0: m=1056, bits=10.688", "kvq: layer 1: m=128, bits=3.438"]
     (sentence,) = report.path_warnings(made)
     assert sentence.startswith(
-        "in layer 0 qjl3 is attended slowly here: the fast kernels don't serve its keys with m=512"
+        "in layer 0 qjl3 is attended slowly here: the fast kernels don't serve its keys with m=1056"
     )
     alike = plan(bare(**kvq("qjl3", m={"0": 512, "*": 512})))
     assert (len(alike.parts), report.part_lines(alike), alike.mixed) == (1, [], False)
