@@ -128,6 +128,11 @@ def test_known_cases(level: int) -> None:
         "innerq2 is attended slowly here: the fast kernels don't serve its keys with key_bits=4 and its values with "
         "value_bits=4; leave out 'key_bits' and 'value_bits'"
     )
+    assert slow.slow(bound("qjl3", 512, {"outliers": 0})) is None
+    assert slow.slow(bound("qjl3", 128, {"m": 1024, "m_out": 1024})) is None
+    assert slow.slow(bound("qjl3", 128, {"m_out": 1056})) == (
+        "qjl3 is attended slowly here: the fast kernels don't serve its keys with m_out=1056; leave out 'm_out'"
+    )
     # only what is responsible
     assert slow.slow(bound("squat2", 128, {"value_bits": 4, "group": 16})) == (
         "squat2 is attended slowly here: the fast kernels don't serve its values with group=16; leave out 'group'"

@@ -6,7 +6,8 @@
 // of features in two parts.
 //
 // Sums stay in 16 bits, so a row's unit is chosen such that the magnitudes of its rounded features add up to at most
-// 32767: they can't overflow, whatever bits a page holds. The rounding is about 1e-3 of a typical sum.
+// 32767: they can't overflow, whatever bits a page holds. With 256 rows the rounding is about 1e-3 of
+// a typical sum, with more rows it is more, so there is a limit, MOST_SIGNS.
 #pragma once
 
 #include "../../dispatch/attend_kernels.h"
