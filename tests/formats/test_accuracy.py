@@ -22,7 +22,6 @@ from vllm_kvq.formats.table import public_formats
 # format: (least, most) relative error of q . K, and of the values, over all head sizes without RoPE
 BOUNDS = {
     "squat2": ((0.04, 0.10), (0.28, 0.40)),
-    "squat2_pre": ((0.06, 0.17), (0.30, 0.40)),
     "squat4": ((0.015, 0.035), (0.06, 0.09)),
     "qjl3": ((0.18, 0.33), (0.30, 0.40)),
     "polar4": ((0.03, 0.07), (0.06, 0.11)),

@@ -122,9 +122,7 @@ def test_transform_table() -> None:
 def test_padding_table() -> None:
     want = [
         [name, *(f"{FORMATS[name].bits_per_element(d, 64):.2f}" for d in (80, 96, 112, 128))]
-        for name in (
-            n for n, f in FORMATS.items() if f.public and f.keys.name != "kivi"
-        )  # squat2_pre and squat4 cost the same
+        for name in (n for n, f in FORMATS.items() if f.public and f.keys.name != "kivi")
     ]
     printed = "\n".join("| " + " | ".join([f"`{r[0]}`", *r[1:]]) + " |" for r in want)
     assert rows("Head sizes") == want, f"the table should be\n{printed}"

@@ -15,13 +15,13 @@ HEADS = 2
 # (format, d): bytes of a slab and of the page fields, added up by hand: keys + values
 SIZES = {
     # k_scale, k_zero 2 d each, k_codes 8 d; v_codes 8 d, v_scale, v_zero 64 bytes per 32 channels each
-    ("squat2_pre", 64): (128 + 128 + 512 + 512 + 128 + 128, 0),
-    ("squat2_pre", 128): (3072, 0),
-    ("squat2_pre", 256): (512 + 512 + 2048 + 2048 + 512 + 512, 0),
+    ("kivi2", 64): (128 + 128 + 512 + 512 + 128 + 128, 0),
+    ("kivi2", 128): (3072, 0),
+    ("kivi2", 256): (512 + 512 + 2048 + 2048 + 512 + 512, 0),
     ("squat4", 64): (128 + 128 + 1024 + 1024 + 128 + 128, 0),
     ("squat4", 128): (256 + 256 + 2048 + 2048 + 256 + 256, 0),
     ("squat4", 256): (10240, 0),
-    # k_bits 4 m = 8 d, k_norm 64, ko_bits 4 d, ko_norm 64, ko_index 64 (4, 8, 16 used); values as squat2_pre
+    # k_bits 4 m = 8 d, k_norm 64, ko_bits 4 d, ko_norm 64, ko_index 64 (4, 8, 16 used); values as kivi2
     ("qjl3", 64): (512 + 64 + 256 + 64 + 64 + 768, 0),
     ("qjl3", 128): (1024 + 64 + 512 + 64 + 64 + 1536, 0),
     ("qjl3", 256): (2048 + 64 + 1024 + 64 + 64 + 3072, 0),
@@ -32,7 +32,7 @@ SIZES = {
     # keys as polar4; values 64 d; one float16 per pair and page
     ("polar4_v16", 64): (1024 + 4096, 64),
     ("polar4_v16", 128): (2048 + 8192, 128),
-    # 12 d for 6 bits per pair; values as squat2_pre
+    # 12 d for 6 bits per pair; values as kivi2
     ("polar3", 64): (512 + 256 + 768, 256),
     ("polar3", 128): (1024 + 512 + 1536, 512),
     ("polar3", 256): (2048 + 1024 + 3072, 1024),
@@ -46,14 +46,13 @@ SIZES = {
     ("squat2", 64): (512 + 128 + 256 + 512 + 128, 0),
     ("squat2", 128): (1024 + 256 + 512 + 1024 + 128, 0),
     ("squat2", 256): (2048 + 512 + 1024 + 2048 + 128, 0),
-    ("kivi2", 128): (3072, 0),
     ("kivi4", 128): (5120, 0),
     ("lossless", 128): (2 * 32 * 128 * 2, 0),
 }
 # (format, d, N): bytes of a record, literally
 RECORDS = {
-    ("squat2_pre", 64, 64): 3200, ("squat2_pre", 64, 128): 6272, ("squat2_pre", 128, 64): 6272,
-    ("squat2_pre", 128, 128): 12416, ("squat2", 64, 64): 3200, ("squat2", 128, 64): 6016, ("squat2", 128, 128): 11904,
+    ("kivi2", 64, 64): 3200, ("kivi2", 64, 128): 6272, ("kivi2", 128, 64): 6272,
+    ("kivi2", 128, 128): 12416, ("squat2", 64, 64): 3200, ("squat2", 128, 64): 6016, ("squat2", 128, 128): 11904,
     ("squat4", 128, 64): 10368, ("qjl3", 64, 64): 3584, ("qjl3", 128, 64): 6656, ("qjl3", 128, 128): 13184,
     ("polar4", 128, 64): 9088, ("polar4", 128, 128): 17536, ("polar3", 64, 64): 3456,
     ("polar3", 128, 64): 6784,
@@ -115,7 +114,7 @@ def test_odd_heads_pay_for_their_padding(name: str) -> None:
 
 def test_key_bits_without_alignment() -> None:
     """The figures of the papers: only codes and parameters, d = 128."""
-    assert bind("squat2_pre").half_bits_per_element("keys") == 3.0
+    assert bind("kivi2").half_bits_per_element("keys") == 3.0
     assert bind("squat2").half_bits_per_element("keys") == bind("kitty2").half_bits_per_element("keys") == 3.5
     assert bind("qjl3").half_bits_per_element("keys") == (1024 + 64 + 512 + 64 + 8) * 8 / (32 * 128)
     assert bind("polar3", n=64).half_bits_per_element("keys") == 3.5

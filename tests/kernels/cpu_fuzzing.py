@@ -14,7 +14,7 @@ from vllm_kvq.bench.pools import calibrated
 from vllm_kvq.eval.peers import PEERS
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat, get_format
 
-IN_CPP = [name for name in FORMATS if name not in PEERS and name != "squat2_pre"]
+IN_CPP = [name for name in FORMATS if name not in PEERS]
 """Formats that the C++ kernels serve."""
 
 EXAMPLES = int(os.environ.get("KVQ_FUZZ_EXAMPLES", "6"))

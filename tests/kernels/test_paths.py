@@ -111,11 +111,6 @@ def test_the_environment_is_read_and_checked() -> None:
         pytest.param("qjl3", {"outliers": 0}, "cpu", "C++", None, marks=has_library),
         ("polar3", {"angle_bits": 3}, "cuda", "PyTorch", "polar3 has no Triton kernel for its keys or values"),
         pytest.param("polar3", {"angle_bits": 3}, "cpu", "C++", None, marks=has_library),
-        pytest.param(
-            *("squat2_pre", {}, "cpu", "PyTorch", "squat2_pre has no C++ kernels for its keys or values"),
-            marks=has_library,
-        ),
-        ("squat2_pre", {}, "cuda", "PyTorch", "squat2_pre has no Triton kernel for its keys or values"),
         ("polar4_v16", {}, "cuda", "PyTorch", "polar4_v16 has no Triton kernel for its keys or values"),
         pytest.param("polar4_v16", {}, "cpu", "C++", None, marks=has_library),
     ],
@@ -164,10 +159,6 @@ def test_an_option_that_kernels_do_not_know_is_not_ignored(
         ("squat2", {"r": 40, "floor": 0}, "cuda", "PyTorch", "no Triton kernel for its keys or values with r=40;"),
         ("squat2", {"r": 40, "values": "raw"}, "cuda", "PyTorch", "no Triton kernel for its keys or values;"),
         pytest.param("innerq2", {"quant_mode": "symmetric", "key_norm": "none"}, "cpu", "C++", "", marks=has_library),
-        pytest.param(
-            *("squat4", {"rope": "before"}, "cpu", "PyTorch", "no C++ kernels for its keys or values with rope=before"),
-            marks=has_library,
-        ),
         ("innerq2", {"quant_mode": "symmetric", "key_norm": "none"}, "cuda", "GPU/Triton", ""),
         pytest.param(
             *("innerq2", {"quant_mode": "hybrid_prefill"}, "cpu", "PyTorch"),

@@ -87,7 +87,6 @@ FORMATS: dict[str, dict[str, int]] = {
     "qjl3": {"S": 3},
     "polar4": {},
     "lossless": {"W": 32, "S": 4},
-    "squat2_pre": {"S": 3},
 }
 """Three float32 tokens fit into one page of 32 packed ones: sinks on two pages would cost the hits of one page."""
 BY_DEFAULT = (("LLaVA", "squat2"), ("LLaVA", "qjl3"), ("Qwen2-VL", "innerq2"), ("Qwen2-VL", "polar4"))
@@ -95,8 +94,6 @@ JUDGED = [
     pytest.param(seeing, name, id=f"{kind}-{name}", marks=() if (kind, name) in BY_DEFAULT else pytest.mark.wide)
     for kind, seeing in (("LLaVA", LLAVA), ("Qwen2-VL", QWEN2_VL))
     for name in FORMATS
-    # M-RoPE rotates keys by more than their position, so a format that undoes it is refused
-    if (kind, name) != ("Qwen2-VL", "squat2_pre")
 ]
 
 

@@ -23,7 +23,6 @@ import torch
 from vllm_kvq.bench import vllm_build
 from vllm_kvq.bench.pools import calibrated
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.formats.parts.rope import Rope
 from vllm_kvq.formats.table import label
 from vllm_kvq.kernels.paths import Wish, kernels_for
 from vllm_kvq.kernels.slots import SlotGeometry
@@ -74,7 +73,7 @@ class Packed:
     def __init__(self, name: str, heads: int, d: int, tokens: int, options: Options) -> None:
         from vllm_kvq.integration.worker.prompts import Asked, prompts_for
 
-        geometry = Geometry(d, BLOCK, torch.bfloat16, rope=Rope.plain(d, tokens))
+        geometry = Geometry(d, BLOCK, torch.bfloat16)
         fmt, cpu = calibrated(get_format(name).bind(geometry, options), heads), torch.device("cpu")
         slots = SlotGeometry.of(fmt, heads, 0)
         pages = -(-tokens // BLOCK)

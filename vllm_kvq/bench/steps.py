@@ -17,7 +17,6 @@ import torch
 from vllm_kvq.bench import vllm_build
 from vllm_kvq.bench.pools import calibrated, random_pages
 from vllm_kvq.formats import Geometry, PageFormat, get_format
-from vllm_kvq.formats.parts.rope import Rope
 from vllm_kvq.kernels.cpu.processor import last_level_cache
 from vllm_kvq.kernels.paths import Wish, kernels_for
 from vllm_kvq.kernels.torch.lists import PageList, TokenList
@@ -113,8 +112,7 @@ def packed_pool(fmt: PageFormat, pages: int, heads: int) -> torch.Tensor:
 
 def bound_format(shape: Shape, name: str, options: Mapping[str, Any] | None = None, layer: int = 0) -> PageFormat:
     """The format as a model's layer has it: with a sketch or constants that are in memory for this layer only."""
-    rope = Rope.plain(shape.head_size, shape.context)
-    geometry = Geometry(shape.head_size, shape.block_size, torch.bfloat16, layer, rope=rope)
+    geometry = Geometry(shape.head_size, shape.block_size, torch.bfloat16, layer)
     return calibrated(get_format(name).bind(geometry, options), shape.heads)
 
 

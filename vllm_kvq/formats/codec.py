@@ -155,7 +155,8 @@ class KeyCodec(Codec):
 
     before_rope: ClassVar[bool] = False
     """Whether it stores keys as they are before RoPE. If so, the caller undoes RoPE on keys before packing and on
-    queries before `fit`, and applies it again to keys that are read (`geometry.rope`, formats/page.py)."""
+    queries before `fit`, and applies it again to keys that are read (`geometry.rope`, formats/page.py). Servers don't,
+    so such a codec must be `reference_only`."""
 
     hurt_by_biases: ClassVar[str | None] = None
     """Why keys with a large constant part (a key projection's bias) are stored badly, as a phrase that completes
@@ -167,6 +168,13 @@ class KeyCodec(Codec):
 
     fits_queries = False
     """Whether `fit` uses the queries: needlessly widening those of a long prompt costs more than the fit."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.before_rope and cls.reference_only is None:
+            raise TypeError(
+                f"{cls.__name__} declares before_rope, which no server supports; declare reference_only too"
+            )
 
     def fit(self, queries: torch.Tensor, keys: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
         """The request's state after one more chunk of its prompt.

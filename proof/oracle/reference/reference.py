@@ -93,8 +93,7 @@ class ReferenceCache:
         return self._attend(query, len(self.key) - len(query), scale, cap)
 
     def _fit(self, query: torch.Tensor, key: torch.Tensor) -> None:
-        position = len(self.key) - len(key) + torch.arange(len(key))[:, None]
-        q, k = (self.fmt.before_rope(self.fmt.widen(x)[0], position) for x in (query, key))
+        q, k = (self.fmt.widen(x)[0] for x in (query, key))
         grouped = q.unflatten(1, (k.shape[1], -1)).transpose(0, 1).flatten(1, 2)
         self.state = self.fmt.keys.fit(grouped, k.transpose(0, 1), self.state)
 

@@ -7,7 +7,6 @@ The replay runs the scheduler's chunks over the engine's own tokens, so that eac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from proof.oracle.structured import Vocabulary
 from proof.oracle.trace import Request
 from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.by_layer import options_at
-from vllm_kvq.formats.parts.rope import Rope
 
 NOISE = 1e-6
 """Relative change of float32 sums when they are taken in another order."""
@@ -75,9 +73,6 @@ class ReplayModel:
         ]
         constants = constants_of(path, format_name, options)
         self.formats = [with_constants(fmt, constants, layer) for layer, fmt in enumerate(self.formats)]
-        if any(fmt.keys.before_rope for fmt in self.formats):
-            rope = _rope(self.network)
-            self.formats = [replace(fmt, geometry=replace(fmt.geometry, rope=rope)) for fmt in self.formats]
         self.shared = sharing_layers(config)
         self.shown, self.adapters = Shown(path, self.network), Adapters(path, self.network)
         self.vocabulary = Vocabulary(path, config.vocab_size)
@@ -134,15 +129,6 @@ class ReplayModel:
 
 Page = tuple[dict[int, Any], dict[int, torch.Tensor]]
 """By layer: what those with attention keep of a page's tokens, and what those with a state were given."""
-
-
-def _rope(network: Any) -> Rope:
-    """As Transformers computes it, for models whose layers share one."""
-    positions = torch.arange(network.config.get_text_config().max_position_embeddings)
-    cos, sin = (x[0] for x in network.get_decoder().rotary_emb(torch.zeros(1), positions[None]))
-    half = cos.shape[1] // 2
-    pairing = "interleaved" if network.config.model_type == "glm4" else "half"
-    return Rope(torch.cat([cos[:, :half], sin[:, :half]], 1), pairing)
 
 
 class Replay:

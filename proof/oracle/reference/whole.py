@@ -133,8 +133,7 @@ class Whole:
         for number, reads in enumerate(self.plan.reads):
             state = None
             for i, rows in enumerate(reads.fits):
-                position = self.plan.position[rows, None]
-                query, key = (fmt.before_rope(fmt.widen(x[rows])[0], position) for x in (q, k))
+                query, key = (fmt.widen(x[rows])[0] for x in (q, k))
                 grouped = query.unflatten(1, (key.shape[1], -1)).transpose(0, 1).flatten(1, 2)
                 state = fmt.keys.fit(grouped, key.transpose(0, 1), state)
                 states[number, i] = state

@@ -95,12 +95,6 @@ def test_lengths_that_the_model_has_not(
     assert sentence in capsys.readouterr().err
 
 
-def needs_rope(name: str) -> bool:
-    """Whether the format has to know how RoPE turns the model's keys."""
-    fmt = FORMATS[name]
-    return fmt.keys.pairs_channels or fmt.settings().get("rope") == "before"
-
-
 def test_a_format_that_the_model_can_not_have(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,7 +104,7 @@ def test_a_format_that_the_model_can_not_have(
     arguments = ["eval", "heads", str(model), "--context", str(TOKENS)]
     assert cli.main([*arguments, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    left_out = {name for name in suite("public") if needs_rope(name)}
+    left_out = {name for name in suite("public") if FORMATS[name].keys.pairs_channels}
     assert {*document["problems"]} == left_out
     assert {*document["errors"]} == {*suite("public")} - left_out
     assert cli.main(["calibrate", str(model), "--context", str(TOKENS), "--bits", "10.5", "--json"]) == 0

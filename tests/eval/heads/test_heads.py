@@ -19,6 +19,9 @@ from vllm_kvq.formats.methods.klt import TransformedKeys
 from vllm_kvq.formats.methods.squat import PLAIN
 from vllm_kvq.formats.parts.rope import Rope
 
+PRE = {**PLAIN, "rope": "before"}
+"""The paper's SQuat-pre."""
+
 TOKENS = 256 + READERS
 HEADS, GROUP, SIZE = 2, 2, 64
 
@@ -127,17 +130,13 @@ def test_keys_and_values_have_their_own_windows(captured: Captured) -> None:
 def test_keys_before_rope_are_those_of_the_model(captured: Captured) -> None:
     """The model's own rotation is undone: without it SQuat-pre is SQuat."""
     layer = captured.layers[0]
-    page = bound(captured, layer, "squat2_pre", {}, 128)
+    page = bound(captured, layer, "squat2", PRE, 128)
     assert page.rope is captured.rope
     assert bound(captured, layer, "squat2", {}, 128).rope is None
-    plain = PLAIN | {"S": 4}
-    before, after = (
-        sum(e.score for e in head_errors(captured, name, options))
-        for name, options in (("squat2_pre", {}), ("squat2", plain))
-    )
+    before, after = (sum(e.score for e in head_errors(captured, "squat2", options)) for options in (PRE, PLAIN))
     assert before < 0.95 * after
-    with pytest.raises(ValueError, match="squat2_pre takes RoPE off keys, and this model has none, or several kinds"):
-        head_errors(replace(captured, rope=None), "squat2_pre", {})
+    with pytest.raises(ValueError, match="squat2 takes RoPE off keys, and this model has none, or several kinds"):
+        head_errors(replace(captured, rope=None), "squat2", PRE)
 
 
 def test_options_by_layer(captured: Captured) -> None:

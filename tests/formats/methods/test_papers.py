@@ -185,7 +185,8 @@ def test_squat_pre_solves_the_papers_problem_before_rope(pairing: str, rotary: i
     keys = rng.standard_normal((HEADS, 200, 64)) * (1 + 3 * rng.random(64)) + 2 * rng.standard_normal(64)
     angle = tokens[:, None] * 10_000.0 ** (-np.arange(0, rotary, 2) / rotary)
     rope = Rope(tensor(stretch * np.hstack([np.cos(angle), np.sin(angle)])), pairing)
-    fmt = get_format("squat2_pre").bind(Geometry(64, 64, torch.float32, rope=rope), {"g": 32, "floor": 0})
+    options = {**PLAIN, "rope": "before", "g": 32, "floor": 0}
+    fmt = get_format("squat2").bind(Geometry(64, 64, torch.float32, rope=rope), options)
     q, k = (turned(x, tokens, pairing, rotary, stretch) for x in (queries, keys))
     state = None
     for at in (slice(0, 70), slice(70, 200)):

@@ -229,7 +229,6 @@ def test_the_way_out_of_a_refusal_works() -> None:
         ("squat2", {"rope": "before"}, SQuatKeys),
         ("squat2", {"token_scale": "balanced"}, SQuatKeys),
         ("squat2", {"rope": "before", "boost": "half"}, BoostedSQuatKeys),
-        ("squat2_pre", {}, SQuatKeys),
         ("squat4", {}, SQuatKeys),
         ("squat4", {"key_bits": 2}, BoostedSQuatKeys),
         ("kivi2", {"keys": "squat"}, BoostedSQuatKeys),

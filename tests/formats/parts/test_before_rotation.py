@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
 
 from vllm_kvq.cli.eval import error as error_table
 from vllm_kvq.eval.heads.synthetic import attention_data
 from vllm_kvq.formats import Geometry, PageFormat, get_format, roundtrip
+from vllm_kvq.formats.methods.lossless import RawKeys
 from vllm_kvq.formats.methods.squat import PLAIN
 from vllm_kvq.formats.page import FLAGS_AT, HEADER_BYTES
 from vllm_kvq.formats.parts.rope import Rope
@@ -15,8 +19,11 @@ from vllm_kvq.formats.parts.rope import Rope
 HEADS = 2
 
 
-def bound(name: str, head_size: int = 64, n: int = 128, rope: Rope | None = None) -> PageFormat:
-    return get_format(name).bind(Geometry(head_size, n, torch.float32, rope=rope))
+PRE = {**PLAIN, "rope": "before"}
+
+
+def bound(head_size: int = 64, rope: Rope | None = None, options: Mapping[str, Any] = PRE) -> PageFormat:
+    return get_format("squat2").bind(Geometry(head_size, 128, torch.float32, rope=rope), options)
 
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
@@ -49,14 +56,14 @@ def test_what_is_no_rope_is_refused() -> None:
     with pytest.raises(ValueError, match=r"table \(4, 63\) is not \(positions, an even number of channels\)"):
         Rope(torch.ones(4, 63))
     with pytest.raises(ValueError, match="RoPE of 96 channels does not fit head size 64"):
-        bound("squat2_pre", rope=Rope.plain(96, 4))
+        bound(rope=Rope.plain(96, 4))
 
 
 @pytest.mark.parametrize("head_size", [64, 80])
 def test_pages_know_their_positions(head_size: int) -> None:
     """Units of two pages, written in any order, one page somewhere else in the pool, are read as if packed by hand."""
     rope, d = Rope.plain(head_size, 1024), head_size
-    fmt = bound("squat2_pre", head_size, rope=rope)
+    fmt = bound(head_size, rope)
     key = torch.randn(HEADS, 256, d, generator=torch.Generator().manual_seed(1))
     state = fmt.keys.fit(*[fmt.before_rope(fmt.widen(key)[0], torch.arange(256))] * 2, None)
     pool = torch.zeros(9, HEADS, fmt.record_bytes, dtype=torch.uint8)
@@ -82,8 +89,13 @@ def test_pages_know_their_positions(head_size: int) -> None:
 
 def test_positions_must_be_told() -> None:
     k = torch.zeros(1, 32, 64)
-    with pytest.raises(ValueError, match="squat2_pre stores keys by their positions, and needs to know them"):
-        bound("squat2_pre", rope=Rope.plain(64, 64)).pack(k, k, None)
+    with pytest.raises(ValueError, match="squat2 stores keys by their positions, and needs to know them"):
+        bound(rope=Rope.plain(64, 64)).pack(k, k, None)
+
+
+def test_servers_never_get_such_a_codec() -> None:
+    with pytest.raises(TypeError, match="Mine declares before_rope, which no server supports; declare reference_only"):
+        type("Mine", (RawKeys,), {"before_rope": True})
 
 
 def test_other_formats_keep_their_bytes() -> None:
@@ -91,7 +103,7 @@ def test_other_formats_keep_their_bytes() -> None:
     k = torch.randn(HEADS, 32, 64, generator=torch.Generator().manual_seed(2))
     pools = []
     for rope in (None, Rope.plain(64, 1024)):
-        fmt = bound("squat2", rope=rope)
+        fmt = bound(rope=rope, options={})
         pool = torch.zeros(2, HEADS, fmt.record_bytes, dtype=torch.uint8)
         fields = fmt.pack(k, k, None, position=torch.full((HEADS,), 96))
         fmt.write(pool, torch.tensor([1]), torch.tensor([3]), fields)
@@ -104,9 +116,8 @@ def test_other_formats_keep_their_bytes() -> None:
 @pytest.mark.parametrize("d", [64, 128])
 def test_it_is_better_where_rope_hides_what_keys_share(d: int) -> None:
     """And the same where there was no RoPE."""
-    both = {"squat2": PLAIN, "squat2_pre": {}}
-    after, before = (error_table.error(name, options, d, rope=True) for name, options in both.items())
+    after, before = (error_table.error("squat2", options, d, rope=True) for options in (PLAIN, PRE))
     assert before < 0.95 * after
     data = attention_data(d)[1:] + attention_data(d)[:1]
-    want, got = (roundtrip(name, *data, **options) for name, options in both.items())
+    want, got = (roundtrip("squat2", *data, **options) for options in (PLAIN, PRE))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -11,7 +11,6 @@ from proof.kernels.exact import relative_error
 from proof.oracle.reference.reference import ReferenceCache
 from vllm_kvq.bench.pools import calibrated
 from vllm_kvq.formats import Geometry, get_format
-from vllm_kvq.formats.parts.rope import Rope
 from vllm_kvq.kernels.step import Step
 
 DRAFTS = 2
@@ -31,7 +30,7 @@ def worst_error(
 ) -> float:
     """Over all answers of the trace; `learned`: the layer has learned sinks; `cap`: the soft cap of its scores. Blocks
     begin as what their last owner left: NaN, but for the sidecars."""
-    geometry = Geometry(64, 64, torch.float32, rope=Rope.plain(64, 512))
+    geometry = Geometry(64, 64, torch.float32)
     fmt = calibrated(get_format(name).bind(geometry, {"W": 32, "S": 40, **options}), heads)
     layer = Layer(fmt, 3, tokens=320, heads=heads, share=share, drafts=DRAFTS)
     layer.caches.sinks.fill_(torch.nan)  # type: ignore[union-attr]

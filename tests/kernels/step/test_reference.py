@@ -24,7 +24,7 @@ def bound(name: str) -> float:
     return 1e-2 if name == "qjl3" else 1e-3
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "squat2_pre"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_pytorch(name: str) -> None:
     def build(layer: Layer) -> PlannedStep:
         return PlannedStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"))
@@ -36,7 +36,6 @@ def test_pytorch(name: str) -> None:
     ("name", "options"),
     [
         ("squat2", {"W_keys": 0}),
-        ("squat2_pre", {"W": 96, "W_keys": 32, "S": 5}),
         ("qjl3", {"W": 64, "W_keys": 0}),
         ("polar4", {"W": 128, "W_keys": 64}),
     ],

@@ -33,6 +33,7 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "plain, r = 16": {**PLAIN, "r": 16},
         "paper": {**PLAIN, "floor": 0},
         "paper, r = 16": {**PLAIN, "floor": 0, "r": 16},
+        "plain, before RoPE": {**PLAIN, "rope": "before"},
         "plain, fitted": {**PLAIN, "key_scales": "fitted"},
         "plain, fitted, token scale": {**PLAIN, "key_scales": "fitted", "token_scale": "balanced"},
         "four blocks": {"blocks": 4},

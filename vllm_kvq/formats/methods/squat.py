@@ -79,7 +79,12 @@ class Corrected(KeyCodec):
         Option("lam", "SQuat's regularisation, lambda in the paper", 1e-3, low=1e-6, high=0.1, multiple=0),
         Option("floor", "lower limit of 1 / lam, times the queries' noise; 0: the paper's rule", 4, low=0, high=64),
         Option("g", "channels per block of SQuat's update", low=1, high=128),
-        Option("rope", "whether keys are stored as they are after RoPE, or before it", "after", ("after", "before")),
+        Option(
+            "rope",
+            "whether keys are stored as they are after RoPE, or before it, which is not served",
+            "after",
+            ("after", "before"),
+        ),
     )
     fits_queries = True
 
@@ -226,6 +231,10 @@ class BeforeRope:
     """`rope`: before, the paper's SQuat-pre: keys, and the queries that U spans, are as they were before RoPE."""
 
     before_rope = True
+    reference_only = (
+        "rope: before is only for vllm_kvq.roundtrip and the evaluation, because squat2 has less error in fewer bytes; "
+        "use squat2"
+    )
 
 
 PLAIN: dict[str, Any] = {
@@ -251,6 +260,5 @@ FORMATS = (
             "W": 32,
         },
     ),
-    Format("squat2_pre", "SQuat, 2-bit keys, before RoPE", SQuatKeys, TokenValues, {"W": 32, "rope": "before"}),
     Format("squat4", "SQuat, 4-bit keys", SQuatKeys, TokenValues, {"key_bits": 4, "value_bits": 4, "W": 32}),
 )

@@ -15,7 +15,7 @@ from vllm_kvq.integration.plan.drafts import draft_problem
 from vllm_kvq.integration.plan.memory import memory_problem
 from vllm_kvq.integration.plan.model.heads import Heads
 from vllm_kvq.integration.plan.model.layers import Layers, window_problem
-from vllm_kvq.integration.plan.model.rope import pairing_problem, rope_problem
+from vllm_kvq.integration.plan.model.rope import pairing_problem
 from vllm_kvq.integration.plan.model.states import drafts_problem, hybrid_problem
 from vllm_kvq.integration.plan.options import Options, unread_options
 from vllm_kvq.integration.plan.plan import plan
@@ -90,9 +90,6 @@ def _why_not_packed(vllm_config: VllmConfig, options: Options, layers: Layers) -
     for part in served.parts:
         if sentence := broken_promise(part.format):
             return f"{sentence}; vllm-kvq conformance --formats {options.name} lists all that is wrong with it"
-    before_rope = any(part.format.keys.before_rope for part in served.parts)
-    if before_rope and (problem := rope_problem(options.name, model, bool(layers.windows))):
-        return str(problem)
     found = current_platform.get_device_capability() if current_platform.is_cuda() else None
     if found is None:
         return None

@@ -1,9 +1,9 @@
 """The format of one attention layer, once the model exists: its rotary embeddings say which channels they pair, and how
-to take RoPE off keys.
+they turn keys.
 
-An attention layer is given keys that RoPE has turned already. For formats that store keys as they are before RoPE,
-vLLM's tables of cosines and sines are taken from the rotary embeddings that the model has made; each is compared with
-what its embedding does to a key, and one that does something else is refused.
+An attention layer is given keys that RoPE has turned already. For means of keys that turn with their positions, vLLM's
+tables of cosines and sines are taken from the rotary embeddings that the model has made; each is compared with what its
+embedding does to a key, and one that does something else counts as none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from vllm_kvq.formats import Geometry, PageFormat
 from vllm_kvq.formats.parts.rope import Rope
 from vllm_kvq.integration import compat
-from vllm_kvq.integration.plan.model.rope import no_rope, not_before_rope, unknown_pairs
+from vllm_kvq.integration.plan.model.rope import no_rope, unknown_pairs
 from vllm_kvq.integration.plan.options import Options
 
 if TYPE_CHECKING:
@@ -32,10 +32,7 @@ def bind_layer(options: Options, model: ModelConfig, geometry: Geometry) -> Page
     if settings.keys.pairs_channels:
         pairing, rotary = _pairing(options.name, settings.get("pairing"), model, geometry.head_size)
         geometry = replace(geometry, pairing=pairing, rotary_dim=rotary)
-    fmt = options.bind(geometry)
-    if fmt.keys.before_rope:
-        return options.bind(replace(geometry, rope=rope_of(fmt.name, geometry.head_size)))
-    return fmt
+    return options.bind(geometry)
 
 
 def layer_of(vllm_config: VllmConfig, impl: AttentionImpl) -> tuple[str, Any]:
@@ -62,19 +59,6 @@ def _rotary_dim(config: Any, head_size: int) -> int | None:
     rope = getattr(config, "rope_parameters", None)
     share = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
     return None if share is None else int(head_size * share)
-
-
-def rope_of(name: str, head_size: int) -> Rope:
-    """The RoPE of all heads of this size, for a format of this name; ValueError where there is none, or several."""
-    found = compat.ropes(head_size)
-    if len(found) != 1:
-        reason = f"the model has {len(found) or 'no'} kinds of RoPE for head size {head_size}"
-        raise ValueError(str(not_before_rope(name, reason)))
-    rope = table_of(found[0])
-    if rope is None:
-        reason = f"this model's {type(found[0]).__name__} turns keys by more than a table of positions"
-        raise ValueError(str(not_before_rope(name, reason)))
-    return rope
 
 
 def rope_of_layer(model: Any, name: str) -> Rope | None:

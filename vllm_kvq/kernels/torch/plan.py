@@ -101,8 +101,6 @@ class Fit:
     """One request's chunk of a prompt: its rows, and where its state lies."""
 
     rows: slice
-    position: int
-    """The position of its first token."""
     state: Index
     fresh: bool
 
@@ -222,7 +220,7 @@ class Planner:
             block, slot = self._state(requests, np.array([i]))
             row = int(requests.first_row[i])
             rows = slice(row, row + int(requests.new[i]))
-            fits.append(Fit(rows, int(requests.context[i]), (block[0], slot[0]), bool(fresh[i])))
+            fits.append(Fit(rows, (block[0], slot[0]), bool(fresh[i])))
         return fits
 
     def _groups(

@@ -151,8 +151,6 @@ class PlannedStep:
         queries, keys = query[fit.rows], key[fit.rows]
         if self.all_queries is not None and self.fmt.keys.fits_queries:
             queries = self.all_queries(queries)
-        position = fit.position + torch.arange(len(keys), device=keys.device)[:, None]
-        queries, keys = (self.fmt.before_rope(x, position) for x in (queries, keys))
         state = self.kernels.fit(self.fmt, queries, keys, before)
         self.slots.write_state(slots, block, slot, state)
 

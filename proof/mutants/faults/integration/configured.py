@@ -107,13 +107,6 @@ MEANING = (
         "max",
         f"{REFUSALS} shards",
     ),
-    Fault(
-        "layers without RoPE are believed to have it",
-        f"{PLAN}/model/rope.py::rope_problem",
-        '(windows or 0 in (getattr(model.hf_text_config, "no_rope_layers", None) or ()))',
-        "windows",
-        "tests/planning/plan/test_keys_before_rope.py -k configuration_says",
-    ),
 )
 FILES = (
     Fault(

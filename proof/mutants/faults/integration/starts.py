@@ -14,7 +14,7 @@ IN_EFFECT = "tests/engine/test_patches_in_effect.py"
 REPLICAS = "tests/engine/worker/test_replicas.py"
 ORPHANS = "tests/servers/test_orphans.py -k 'not spawned'"
 SETUP = "tests/planning/plan/test_setup.py"
-ROPE = "tests/planning/plan/test_keys_before_rope.py"
+ROPE = "tests/planning/plan/test_rope_tables.py"
 WARM = "tests/engine/test_v2.py -k warm_up"
 
 FAULTS: tuple[Fault, ...] = (
@@ -233,9 +233,6 @@ FAULTS: tuple[Fault, ...] = (
         "if turned is not None else None",
         ROPE,
     ),
-    Fault("M-RoPE counts as RoPE", f"{ROOM}/plan/model/rope.py::rope_problem", "model.uses_mrope", "False", ROPE),
-    Fault("one of several kinds of RoPE", f"{ROOM}/worker/binding.py::rope_of", "len(found) != 1", "not found", ROPE),
-    Fault("RoPE is left on", f"{ROOM}/worker/binding.py::bind_layer", "if fmt.keys.before_rope:", "if False:", ROPE),
     Fault(
         "the user's pairing is overruled by the model's",
         f"{ROOM}/worker/binding.py::_pairing",

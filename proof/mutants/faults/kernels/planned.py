@@ -144,8 +144,8 @@ PLANNER = (
     ),
 )
 
-BEFORE_ROPE = tuple(
-    Fault(name, f"vllm_kvq/kernels/torch/{where}", before, after, f"{KERNELS}/step/test_reference.py -k squat2_pre")
+POSITIONS = tuple(
+    Fault(name, f"vllm_kvq/kernels/torch/{where}", before, after, f"{KERNELS}/step/test_reference.py -k klt2")
     for name, where, before, after in (
         ("a unit's position is its number", "plan.py::Planner._units", "self._long(unit * p),", "self._long(unit),"),
         (
@@ -154,8 +154,6 @@ BEFORE_ROPE = tuple(
             "self._long(unit * p),",
             "self._long(unit // per_page * fmt.N),",
         ),
-        ("every chunk is fitted as the first", "plan.py::Planner._fits", "int(requests.context[i])", "0"),
-        ("SQuat-pre's queries have had RoPE", "step.py::PlannedStep.fit", "self.fmt.before_rope(x, position)", "x"),
     )
 )
 WINDOWS = tuple(
@@ -381,4 +379,4 @@ LEARNED = (
     ),
 )
 
-FAULTS: tuple[Fault, ...] = (*PLANNER, *BEFORE_ROPE, *WINDOWS, *TORCH, *LAYOUTS, *LEARNED)
+FAULTS: tuple[Fault, ...] = (*PLANNER, *POSITIONS, *WINDOWS, *TORCH, *LAYOUTS, *LEARNED)

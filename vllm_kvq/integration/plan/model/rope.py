@@ -25,19 +25,6 @@ def no_rope(model: ModelConfig) -> str | None:
     return None
 
 
-def rope_problem(name: str, model: ModelConfig, windows: bool) -> Problem | None:
-    """Why a format of this name can't take RoPE off this model's keys, as far as the configuration says.
-
-    `windows`: whether some layers have a window; the others may then have another RoPE, or none.
-    """
-    reason = no_rope(model)
-    if reason is None and model.uses_mrope:
-        reason = "this model's rotations follow from more than a token's position (M-RoPE)"
-    elif reason is None and (windows or 0 in (getattr(model.hf_text_config, "no_rope_layers", None) or ())):
-        reason = "the layers of this model may differ in their RoPE, or have none"
-    return None if reason is None else not_before_rope(name, reason)
-
-
 def pairing_problem(options: Options, model: ModelConfig) -> Problem | None:
     """Why the format can't know which channels RoPE pairs, as far as the configuration says."""
     settings = options.settings
@@ -45,13 +32,6 @@ def pairing_problem(options: Options, model: ModelConfig) -> Problem | None:
         return None
     reason = no_rope(model)
     return None if reason is None else unknown_pairs(options.name, reason)
-
-
-def not_before_rope(name: str, reason: str) -> Problem:
-    return Problem(
-        f"{name} takes RoPE off keys before it stores them, and {reason}",
-        "use squat2 or another format, which all store keys as they are after RoPE",
-    )
 
 
 def unknown_pairs(name: str, reason: str) -> Problem:
