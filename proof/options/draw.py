@@ -22,8 +22,6 @@ WIDE_RANGE = 64
 
 def draw(rng: Random, format_name: str, block_sizes: tuple[int, ...] = BLOCK_SIZES) -> Case:
     options: dict[str, Any] = {"W": rng.choice(WINDOWS), "S": rng.choice(SINKS)}
-    if options["W"] and rng.random() < 0.1:
-        options["W_keys"] = rng.choice([w for w in WINDOWS if w < options["W"]])
     fmt = get_format(format_name)
     if fmt.public and rng.random() < 0.3:
         options |= {option.name: rng.choice(option.choices) for option in codec_options() if rng.random() < 0.5}

@@ -52,7 +52,7 @@ FEWER_AND_MORE: dict[str, tuple[Any, Any]] = {
 @dataclass
 class Verdict:
     refused: str | None = None
-    """The sentence with which the format refuses the combination."""
+    """The sentence with which the format, or a server, refuses the combination."""
     paths: list[str] = field(default_factory=list)
     """The paths that it was judged on."""
     findings: list[str] = field(default_factory=list)
@@ -67,6 +67,9 @@ def judge(case: Case, paths: tuple[str, ...] = tuple(WISHES)) -> Verdict:
         named = [f"option {name!r}" for name in case.options] + [f"not {case.head_size};"]
         if not any(words in verdict.refused for words in named) or "\n" in verdict.refused:
             verdict.findings.append(f"refused without naming one of its options, or its heads: {error}")
+        return verdict
+    if fmt.reference_only:
+        verdict.refused = fmt.reference_only
         return verdict
     for name in paths:
         path = path_for(fmt, WISHES[name])

@@ -15,7 +15,7 @@ from proof.options.draw import draw
 from proof.options.judge import judge
 from proof.options.main import SERVED, main
 from vllm_kvq.formats import FORMATS, PageFormat
-from vllm_kvq.formats.methods.innerq import HybridKeys
+from vllm_kvq.formats.methods.innerq import HybridKeys, HybridPrefill
 from vllm_kvq.formats.methods.kivi import ChannelKeys
 from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.parts.fields import Packed
@@ -47,8 +47,9 @@ def test_a_gpus_kernels(case: Case) -> None:
     assert not verdict.findings
 
 
-def test_what_a_decode_step_packs() -> None:
-    """It is packed differently from a prompt, and the reference agrees on which is which."""
+def test_what_a_decode_step_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a codec packs it differently from a prompt, the reference agrees on which is which."""
+    monkeypatch.setattr(HybridPrefill, "reference_only", None)
     options = {"W": 0, "S": 0, "quant_mode": "hybrid_prefill"}
     verdict = judge(Case("innerq2", 64, 32, "float32", options), ("PyTorch",))
     assert verdict.paths == ["PyTorch"]
@@ -63,12 +64,12 @@ def test_every_declared_value_is_drawn() -> None:
         for name, value in case.options.items():
             seen.setdefault(name, set()).add(value)
     for option, _ in declared_options():
-        if option.name in ("N", "recompute", "skip_layers"):
-            continue  # options of the cache around a format
+        if option.name in ("N", "recompute", "skip_layers", "W_keys"):
+            continue  # options of the cache around a format, and one that is not served
         assert option.name in seen
         if option.choices:
             assert seen[option.name] == {*option.choices}
-        elif option.name not in ("W", "W_keys", "S"):
+        elif option.name not in ("W", "S"):
             assert {option.low, option.high} <= seen[option.name]
             for value in seen[option.name]:
                 option.check(value)
@@ -78,6 +79,12 @@ def test_a_refusal_names_the_option() -> None:
     verdict = judge(Case("squat2", 64, 64, "float32", {"g": 64}))
     assert "option 'g'" in str(verdict.refused)
     assert not verdict.findings
+    assert not verdict.paths
+
+
+def test_what_is_not_served_is_not_judged() -> None:
+    verdict = judge(Case("kivi2", 64, 64, "float32", {"token_scale": "balanced"}))
+    assert "option 'token_scale' is served as 'none'" in str(verdict.refused)
     assert not verdict.paths
 
 

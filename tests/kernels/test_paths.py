@@ -147,15 +147,6 @@ def test_an_option_that_kernels_do_not_know_is_not_ignored(
     ("name", "options", "device", "path", "why"),
     [
         pytest.param("squat2", {"r": 40}, "cpu", "C++", "", marks=has_library),
-        ("squat2", {"W_keys": 0}, "cpu", "PyTorch", "values in full precision (W_keys=0) have only PyTorch kernels"),
-        (
-            "squat2",
-            {"W_keys": 0},
-            "cuda",
-            "PyTorch",
-            "values in full precision (W_keys=0) have only PyTorch kernels",
-        ),
-        ("squat2", {"W_keys": 32}, "cuda", "GPU/Triton", ""),
         ("squat2", {"r": 40, "floor": 0}, "cuda", "PyTorch", "no Triton kernel for its keys or values with r=40;"),
         ("squat2", {"r": 40, "values": "raw"}, "cuda", "PyTorch", "no Triton kernel for its keys or values;"),
         pytest.param("innerq2", {"quant_mode": "symmetric", "key_norm": "none"}, "cpu", "C++", "", marks=has_library),

@@ -96,7 +96,9 @@ BOOST = Option(
     choices=("none", "eighth", "quarter", "half"),
 )
 """For keys with parameters per channel. Default: a quarter if all other options allow it (kitty.py, squat.py)."""
-TOKEN_SCALE = Option("token_scale", "a scale per token on top of the channels' own", "none", ("none", "balanced"))
+TOKEN_SCALE = Option(
+    "token_scale", "a scale per token on top of the channels' own, which is not served", "none", ("none", "balanced")
+)
 """For keys with parameters per channel."""
 PAIRING = Option("pairing", "RoPE's channel pairs, from the model unless set", choices=("half", "interleaved"))
 """For codecs with `pairs_channels`. The user's setting replaces the geometry's pairing."""

@@ -110,6 +110,16 @@ class PageFormat:
         return self.W if self.settings.W_keys is None else round_up(self.settings.W_keys, self.unit)
 
     @property
+    def reference_only(self) -> str | None:
+        """Why it can be measured but not served, in a sentence for users; None: it can be served."""
+        if self.W_keys < self.W:
+            return (
+                f"option 'W_keys' is served as large as W, {self.W}; a shorter window of keys, which saves no memory, "
+                "is only for vllm_kvq.roundtrip and the evaluation"
+            )
+        return self.keys.reference_only or self.values.reference_only
+
+    @property
     def S(self) -> int:
         return self.settings.S
 

@@ -20,7 +20,13 @@ BLOCK = Option("N", "tokens per page, the same as --block-size", low=SLAB, high=
 COMMON = (
     BLOCK,
     Option("W", "newest tokens read in full precision", 0, low=0, high=4096, multiple=32),
-    Option("W_keys", "newest tokens with keys in full precision, if fewer than W", low=0, high=4096, multiple=32),
+    Option(
+        "W_keys",
+        "newest tokens with keys in full precision, if fewer than W, which is not served",
+        low=0,
+        high=4096,
+        multiple=32,
+    ),
     Option("S", "first tokens read in full precision", 4, low=0, high=1024),
     Option(
         "recompute",

@@ -82,10 +82,6 @@ class Path:
 def path_for(fmt: PageFormat, wish: Wish, capped: bool = False) -> Path:
     """`capped`: scores have a soft cap."""
     problems = []
-    if fmt.W_keys < fmt.W:
-        return Path(
-            PYTORCH, f"packed keys with values in full precision (W_keys={fmt.W_keys}) have only PyTorch kernels"
-        )
     if wish.on_gpu:
         kernels = gpu.kernels_of(fmt, capped)
         if kernels is not None:

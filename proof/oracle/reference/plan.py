@@ -7,10 +7,6 @@ boundary B(c), the row at position p sees
     raw      rows of its own chunk up to p, and kept rows t < c of earlier chunks with t < S or t >= B(c);
              after a hit, the sinks t < S of the life that wrote page 0
 
-With a shorter window of keys, B is that of the keys for raw rows, and the row also sees
-
-    between  tokens t of its life,  S <= t, from B of the values to B of the keys: keys packed, values raw
-
 and in a layer that stays in vLLM's own cache the kept rows of all earlier chunks and its own, up to p, and after a hit
 those of the lives that wrote the pages that it finds there. The state of a layer that keeps one follows from the rows
 of all tokens before: those of the life that left it, of the one that left that life's, and so on.
@@ -47,8 +43,7 @@ class Reads:
     first_packed: int
     """S: where packed tokens begin."""
     boundary: torch.Tensor
-    """B of each row, for values."""
-    keys_boundary: torch.Tensor
+    """B of each row."""
     packed_tokens: int
 
     def before(self, some: slice) -> torch.Tensor:
@@ -58,21 +53,12 @@ class Reads:
 
     def seen(self, some: slice) -> torch.Tensor:
         """(some, sinks + rows + packed tokens)"""
-        raw = (self.position < self.first_packed) | (self.position >= self.keys_boundary[some, None])
+        raw = (self.position < self.first_packed) | (self.position >= self.boundary[some, None])
         raw &= (self.part < self.part[some, None]) & self.there
         raw |= self._own(some)
         packed = torch.arange(self.packed_tokens)
         packed = (packed >= self.first_packed) & (packed < self.boundary[some, None])
         return torch.cat([torch.ones(len(raw), len(self.sinks), dtype=torch.bool), raw, packed], dim=1)
-
-    @property
-    def windows_differ(self) -> bool:
-        return self.boundary is not self.keys_boundary
-
-    def between(self, some: slice) -> torch.Tensor:
-        """(some, packed tokens): those of the same units with only the keys read packed; none if windows are equal."""
-        packed, boundary = torch.arange(self.packed_tokens), self.boundary[some, None]
-        return (packed >= self.first_packed) & (packed >= boundary) & (packed < self.keys_boundary[some, None])
 
     def _own(self, some: slice) -> torch.Tensor:
         return (self.part == self.part[some, None]) & (self.position <= self.position[some, None])
@@ -144,9 +130,8 @@ class Plan:
 
         c, t, who, there = (torch.tensor(x) for x in (context, position, part_of, kept))
         boundary = ((c - fmt.W) // p * p).clamp_min(life.start)
-        until = ((c - fmt.W_keys) // p * p).clamp_min(life.start) if fmt.W_keys < fmt.W else boundary
         index = self._unit_index[life]
-        packed = int(until.max()) if len(c) else 0
+        packed = int(boundary.max()) if len(c) else 0
         sinks = [self._canonical[life.hit[0][0]][s] for s in range(min(fmt.S, life.start))] if life.hit else []
         units = torch.tensor([index.get(u, -1) for u in range(packed // p)], dtype=torch.long)
         # units below the sinks' end may never have been needed
@@ -162,7 +147,6 @@ class Plan:
             there=there,
             first_packed=fmt.S,
             boundary=boundary,
-            keys_boundary=until,
             packed_tokens=packed,
         )
 

@@ -3,7 +3,7 @@
 It knows no blocks, slots or batches: a request is a list of chunks, and token p is read in full precision if p < S or
 p >= B, else through its packed unit, with
 
-    B = max(floor((c - W) / P) * P, start)      for a chunk after c tokens; its keys with W_keys in place of W
+    B = max(floor((c - W) / P) * P, start)      for a chunk after c tokens
 
 Kernels and the integration are compared with it, step by step. It is written for readability, not for speed.
 """
@@ -115,11 +115,11 @@ class ReferenceCache:
         """Keys and values of all tokens as a chunk after `context` tokens reads them."""
         fmt, p = self.fmt, self.fmt.unit
         key, value = self.key.float().clone(), self.value.float().clone()
-        for half, (x, window) in enumerate(((key, fmt.W_keys), (value, fmt.W))):
-            boundary = max((context - window) // p * p, self.start, 0)
-            for unit in range(fmt.S // p, boundary // p):
-                first = max(unit * p, fmt.S)
-                x[first : (unit + 1) * p] = self.packed[unit][half][first - unit * p :]
+        boundary = max((context - fmt.W) // p * p, self.start, 0)
+        for unit in range(fmt.S // p, boundary // p):
+            first = max(unit * p, fmt.S)
+            for x, packed in zip((key, value), self.packed[unit], strict=True):
+                x[first : (unit + 1) * p] = packed[first - unit * p :]
         return key, value
 
     def _attend(self, query: torch.Tensor, context: int, scale: float, cap: float) -> torch.Tensor:

@@ -59,14 +59,8 @@ class Whole:
             rows = reads.rows
             packed = [x[reads.units].transpose(1, 2).flatten(0, 1) for x in units]
             keys, values = (torch.cat([x[reads.sinks], x[rows], y]) for x, y in zip((k, v), packed, strict=True))
-            if reads.windows_differ:
-                keys = torch.cat([keys, packed[0]])
-                values = torch.cat([values, v[self.plan.unit_rows[reads.units]].flatten(0, 1)])
             for some in _in_turns(reads, len(keys)):
-                seen = reads.seen(some)
-                if reads.windows_differ:
-                    seen = torch.cat([seen, reads.between(some)], 1)
-                out[rows][some] = _softmax(q[rows][some], keys, values, seen, scale, cap, learned)
+                out[rows][some] = _softmax(q[rows][some], keys, values, reads.seen(some), scale, cap, learned)
         return model.disturbed(out, model.kernel_error)
 
     def _exact(

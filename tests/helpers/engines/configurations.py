@@ -25,13 +25,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "kvq: format=innerq2 bits=3.750 N=64 W=96 S=32 sidecar_bytes=92160 (per request and layer) not_packed=none "
         "path=C++ capacity_tokens=36571 bf16_tokens=15000 ratio=2.44 (requests of 1024 tokens)",
     ),
-    "two windows": (
-        {"kv_cache_dtype": "squat2", **kvq(W_keys=0)},
-        "128 True [] True None",
-        "kvq: format=squat2 bits=3.062 N=128 W=32 W_keys=0 S=4 sidecar_bytes=50176 (per request and layer) "
-        "not_packed=none "
-        "path=PyTorch capacity_tokens=42666 bf16_tokens=24500 ratio=1.74 (requests of 256 tokens)",
-    ),
     "option N": (
         {"kv_cache_dtype": "qjl3", **kvq(N=64, W=64)},
         "64 True [] True None",

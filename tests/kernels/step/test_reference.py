@@ -32,30 +32,6 @@ def test_pytorch(name: str) -> None:
     assert worst_error(name, build) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("squat2", {"W_keys": 0}),
-        ("qjl3", {"W": 64, "W_keys": 0}),
-        ("polar4", {"W": 128, "W_keys": 64}),
-    ],
-)
-@pytest.mark.parametrize("learned", [False, True], ids=["", "learned"])
-def test_windows_of_keys_and_values(name: str, options: dict[str, int], learned: bool) -> None:
-    def build(layer: Layer) -> PlannedStep:
-        return PlannedStep(layer.fmt, layer.slots, layer.drafts, layer.scale, torch.device("cpu"))
-
-    def one(layer: Layer) -> PlannedStep:
-        windows = replace(layer.fmt.settings, W_keys=None)
-        return PlannedStep(
-            replace(layer.fmt, settings=windows), layer.slots, layer.drafts, layer.scale, torch.device("cpu")
-        )
-
-    assert worst_error(name, build, learned=learned, **options) < 1e-5
-    # the control
-    assert worst_error(name, one, learned=learned, **options) > 1e-3
-
-
 @pytest.mark.skipif(library() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("name", FORMATS)
 def test_cpp(name: str) -> None:

@@ -28,7 +28,6 @@ SQUAT = {"kv_cache_dtype": "squat2"}
 OTHERS: dict[str, dict[str, Any]] = {
     "another format": {"kv_cache_dtype": "squat4"},
     "W": {**SQUAT, **kvq(W=64)},
-    "W_keys": {**SQUAT, **kvq(W_keys=0)},
     "S": {**SQUAT, **kvq(S=8)},
     "N": {**SQUAT, **kvq(N=64)},
     "--block-size": {**SQUAT, "block_size": 64},

@@ -115,7 +115,7 @@ def state(trial: Trial) -> str | None:
 def attention(trial: Trial) -> str | None:
     """The kernels that would serve here, against float64 over what `unpack` reads."""
     page = trial.page
-    if (page.keys.reference_only or page.values.reference_only) is not None:
+    if page.reference_only is not None:
         return None
     seen = len(trial.key) - SLAB // 2
     kernels, scale = kernels_for(page, Wish.of("cpu", os.environ)), page.geometry.head_size**-0.5
@@ -139,7 +139,7 @@ def attention(trial: Trial) -> str | None:
 def unseen(trial: Trial) -> str | None:
     """Bytes of a block's last owner, in slabs that no query sees, change nothing."""
     page = trial.page
-    if (page.keys.reference_only or page.values.reference_only) is not None:
+    if page.reference_only is not None:
         return None
     seen = page.N + (page.N - page.unit if page.unit < page.N else 0)
     damaged = trial.pool.clone()

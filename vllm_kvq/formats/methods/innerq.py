@@ -58,7 +58,7 @@ HYBRID, SYMMETRIC, _ = range(len(MODES))
 HYBRID_PREFILL = "hybrid_prefill"
 QUANT_MODE = Option(
     "quant_mode",
-    "mode of InnerQ's groups: the better one for each, the better one in the prompt only, or the same for all",
+    "mode of InnerQ's groups: the better one for each, the better one in the prompt only (not served), or one for all",
     "hybrid",
     ("hybrid", HYBRID_PREFILL, "symmetric", "asymmetric"),
 )
@@ -68,6 +68,10 @@ class HybridPrefill:
     """`quant_mode: hybrid_prefill`: groups that a decode step completes are symmetric."""
 
     tells_decode = True
+    reference_only = (
+        f"option 'quant_mode' is not served as '{HYBRID_PREFILL}', which is only for vllm_kvq.roundtrip and the "
+        "evaluation; 'hybrid' takes the same bytes"
+    )
 
     def pack_decoded(self, x: torch.Tensor, state: torch.Tensor | None) -> Packed:
         return cast("HybridKeys | HybridValues", self).pack_as(x, state, SYMMETRIC)

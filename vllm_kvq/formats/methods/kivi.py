@@ -86,6 +86,10 @@ class TokenScaled(ChannelKeys):
     This is not done if it increases the slab's squared error: a channel with a large mean varies more once divided.
     """
 
+    reference_only = (
+        "option 'token_scale' is served as 'none'; a scale per token is only for vllm_kvq.roundtrip and the evaluation"
+    )
+
     @property
     def slab_fields(self) -> tuple[Field, ...]:
         return (*super().slab_fields, Field("k_token", torch.float16, (SLAB,)))

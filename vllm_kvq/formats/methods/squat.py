@@ -232,8 +232,7 @@ class BeforeRope:
 
     before_rope = True
     reference_only = (
-        "rope: before is only for vllm_kvq.roundtrip and the evaluation, because squat2 has less error in fewer bytes; "
-        "use squat2"
+        "option 'rope' is served as 'after'; keys before RoPE are only for vllm_kvq.roundtrip and the evaluation"
     )
 
 

@@ -60,7 +60,7 @@ def format_meaning(fmt: PageFormat) -> dict[str, Any]:
         "format": fmt.name,
         "codecs": [settings.keys.name, settings.values.name],
         "options": dict(settings.own),
-        "tokens": [fmt.N, fmt.W, fmt.W_keys, fmt.S],
+        "tokens": [fmt.N, fmt.W, fmt.S],
         "head": [geometry.head_size, geometry.dtype],
         "fields": [_fields(fmt.page_region), _fields(fmt.slab_region)],
         "constants": None if geometry.constants is None else _constants(geometry.constants),

@@ -92,7 +92,7 @@ def _plan(vllm_config: VllmConfig, options: Options, layers: Layers) -> Served:
     if problem := chunk_problem(model.attention_chunk_size, window_blocks, parts[0].format.N):
         raise ValueError(str(problem))
     for part in parts if not _counting.get() else ():
-        if sentence := part.format.keys.reference_only or part.format.values.reference_only:
+        if sentence := part.format.reference_only:
             raise ValueError(sentence)
     window = model.get_sliding_window() or model.attention_chunk_size or model.max_model_len
     recomputed = _recomputed(options, parts[0].format.W, layers, states)

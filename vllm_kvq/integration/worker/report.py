@@ -56,12 +56,11 @@ def requests(pool: int, most: int, freed: int) -> float:
 def start_line(served: Served, blocks: int) -> str:
     """A value is one word, so that programs can read the line (`proof/demo/capacity.py`)."""
     fmt, capacity = served.format, Capacity.of(served, blocks)
-    keys = f"W_keys={fmt.W_keys} " if fmt.W_keys < fmt.W else ""
     constants = f"constants={served.calibration.found} " if served.calibration else ""
     sidecar = round((served.sidecar_blocks + served.sink_blocks) * served.page_bytes)
     return (
         f"kvq: format={served.label} bits={served.bits_per_element:.3f} "
-        f"N={fmt.N} W={fmt.W} {keys}S={fmt.S} "
+        f"N={fmt.N} W={fmt.W} S={fmt.S} "
         f"sidecar_bytes={sidecar} (per request and layer) not_packed={','.join(served.not_packed) or 'none'} "
         f"path={served.path.name} "
         f"capacity_tokens={capacity.tokens} bf16_tokens={capacity.plain_tokens} ratio={capacity.ratio:.2f} "

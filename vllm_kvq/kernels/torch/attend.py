@@ -14,7 +14,7 @@ import torch
 
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.parts.planes import SLAB
-from vllm_kvq.kernels.torch.lists import Between, PageList, TokenList
+from vllm_kvq.kernels.torch.lists import PageList, TokenList
 from vllm_kvq.kernels.torch.pack import gather
 
 WORK_BYTES = 64 << 20
@@ -189,35 +189,6 @@ def attend_packed(
         each = [_one_request(fmt, rows[i], pages, mine, cap) for i, mine in enumerate(own)]
         out, lse = torch.stack([o for o, _ in each]), torch.stack([s for _, s in each])
     return _by_token(out, q)[..., : fmt.geometry.head_size], _by_token(lse.unsqueeze(-1), q).squeeze(-1)
-
-
-def attend_between(
-    fmt: PageFormat,
-    query: torch.Tensor,
-    pages: torch.Tensor,
-    between: Between,
-    tokens: TokenList,
-    scale: float,
-    cap: float = 0.0,
-) -> Partial:
-    """Attention over tokens whose keys are read packed and whose values are not.
-
-    query (n, q, Hq, head_size), pages (B, H, record_bytes); the values lie in the pools of `tokens`.
-    """
-    page, place, rows = between.page, between.place, between.rows
-    there = rows >= 0
-    ids, mine = page[there].unique(return_inverse=True)
-    seen = torch.zeros(len(ids), fmt.N, dtype=torch.bool, device=pages.device)
-    seen[mine, place[there]] = True
-    if (seen.unflatten(1, (fmt.slabs, -1)).any(-1) & ~fmt.packed_slabs(pages, ids)).any():
-        raise RuntimeError("a page that was never packed would have been read")
-    features = _unpack(fmt, pages, ids, seen)[0]  # (p, H, N, F)
-    key = features.new_zeros(*rows.shape, features.shape[1], features.shape[3])
-    key[there] = features[mine, :, place[there]]
-    value = torch.where(there[..., None, None], gather(tokens.pool[1], tokens.more[1], rows.clamp_min(0)), 0)
-    q = fmt.widen(query)[0].unflatten(2, (pages.shape[1], -1)).transpose(1, 2)  # (n, H, q, g, d)
-    q = fmt.query_features(q.flatten(2, 3)).unflatten(2, (query.shape[1], -1)).transpose(1, 2).flatten(2, 3)
-    return attend_raw(q, key, value, there[:, None].expand(-1, query.shape[1], -1), scale, cap)
 
 
 def attend_step(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -33,14 +32,3 @@ class TokenList(NamedTuple):
     """(n, t): token j of request i is row rows[i, j], which is block * slots + slot; negative where there is none."""
     seen: torch.Tensor
     """(n, q, t) booleans: whether query j of request i sees a token."""
-
-
-@dataclass(frozen=True)
-class Between:
-    """Tokens whose keys are read packed but whose values are not, (n, m) each; every query of a request sees them."""
-
-    rows: torch.Tensor
-    """Rows of the values, like `TokenList.rows`."""
-    page: torch.Tensor
-    """Pages of the keys, and their places in them."""
-    place: torch.Tensor

@@ -3,7 +3,6 @@
 For a request with context c (tokens before this step), q new tokens and L = c + q, first own position `start`:
 
     boundary   B = max(floor((c - W) / P) * P, start, 0): history below B is read packed, from B on from the ring
-    between    keys from B to the corresponding boundary of W_keys are read packed, their values from the ring
     sinks      positions below min(S, B) come from the sink pages
     packing    every unit of P tokens that ends in (c, L]; those of a prefix hit end at `start`, before c
     ring       the newest min(q, R) tokens replace the oldest
@@ -22,7 +21,7 @@ import torch
 from vllm_kvq.formats import PageFormat
 from vllm_kvq.kernels.slots import MAGIC, SlotGeometry
 from vllm_kvq.kernels.step import StepBatch
-from vllm_kvq.kernels.torch.lists import Between, PageList
+from vllm_kvq.kernels.torch.lists import PageList
 from vllm_kvq.kernels.torch.pack import Units
 
 Index = tuple[torch.Tensor, torch.Tensor]
@@ -88,7 +87,6 @@ class Group:
     negative where there is none. None: nothing precedes the new tokens."""
     seen: torch.Tensor | None
     """(n, q, t) booleans."""
-    between: Between | None
     listed: PageList
 
     def pick(self, x: torch.Tensor) -> torch.Tensor:
@@ -144,9 +142,7 @@ class Planner:
         start = np.where(fresh, c, start)
         self._check(requests, fresh, magic, start, upcoming)
         end = c + q
-        boundary, keys_boundary = (
-            np.maximum(np.maximum((c - window) // fmt.unit * fmt.unit, start), 0) for window in (fmt.W, fmt.W_keys)
-        )
+        boundary = np.maximum(np.maximum((c - fmt.W) // fmt.unit * fmt.unit, start), 0)
         sinks = np.minimum(fmt.S, boundary)
         header = np.stack([np.full_like(c, MAGIC), start, end], axis=1).astype(np.int32)
 
@@ -166,7 +162,7 @@ class Planner:
             self._long(requests.first_row[put_owner] + put_pos - c[put_owner]),
             *self._units(requests, pool, prefill),
             self._fits(requests, prefill, fresh) if fmt.state_rows else [],
-            self._groups(requests, boundary, keys_boundary, sinks, pool),
+            self._groups(requests, boundary, sinks, pool),
         )
 
     def _check(
@@ -223,9 +219,7 @@ class Planner:
             fits.append(Fit(rows, (block[0], slot[0]), bool(fresh[i])))
         return fits
 
-    def _groups(
-        self, requests: Requests, boundary: np.ndarray, keys_boundary: np.ndarray, sinks: np.ndarray, pool: int
-    ) -> list[Group]:
+    def _groups(self, requests: Requests, boundary: np.ndarray, sinks: np.ndarray, pool: int) -> list[Group]:
         c = requests.context
         page_first = self.fmt.S // self.fmt.N
         groups = []
@@ -238,10 +232,9 @@ class Planner:
             )
             origin = page * self.fmt.N
             chunk = bool(q > self.decode_queries)
-            held = seen = between = None
+            held = seen = None
             if c[mine].any():
                 held, seen = self._held(requests, mine, boundary, sinks, pool, 0 if chunk else int(q))
-                between = self._between(requests, mine, boundary, keys_boundary, sinks, held)
             groups.append(
                 Group(
                     self._long(rows),
@@ -250,7 +243,6 @@ class Planner:
                     torch.arange(0, rows.size + 1, int(q), dtype=torch.int32, device=self.device),
                     None if held is None else self._long(held),
                     None if seen is None else torch.from_numpy(seen).to(self.device),
-                    between,
                     PageList(
                         self._long(requests.pages[mine[owner], page]),
                         self._long(owner),
@@ -284,31 +276,6 @@ class Planner:
         # history is seen by every query, a new token by itself and the later ones
         seen = there[:, None] & ((position - c[mine, None])[:, None] <= np.arange(queries)[None, :, None])
         return held, seen
-
-    def _between(
-        self,
-        requests: Requests,
-        mine: np.ndarray,
-        boundary: np.ndarray,
-        keys_boundary: np.ndarray,
-        sinks: np.ndarray,
-        held: np.ndarray,
-    ) -> Between | None:
-        """Removes what lies between the two boundaries, except sinks, from `held`."""
-        first = np.maximum(boundary, self.fmt.S)[mine, None]
-        count = np.maximum(keys_boundary[mine, None] - first, 0)
-        if not count.any():
-            return None
-        at = np.arange(int(count.max()))
-        there, position = at < count, np.where(at < count, first + at, 0)
-        # `held` begins with the sinks below the boundary, followed by the ring from the boundary on
-        column = sinks[mine, None] + position - boundary[mine, None]
-        i, j = np.nonzero(there)
-        rows = np.full(there.shape, -1, np.int64)
-        rows[i, j] = held[i, column[i, j]]
-        held[i, column[i, j]] = -1
-        page = requests.pages[mine[:, None], position // self.fmt.N]
-        return Between(*(self._long(x) for x in (rows, page, position % self.fmt.N)))
 
     # -- indices ---------------------------------------------------------------------------------------------------
     def _ring_row(self, requests: Requests, owner: np.ndarray, position: np.ndarray) -> np.ndarray:

@@ -175,7 +175,7 @@ class PlannedStep:
             ring_pool = _tokens(ring[:, None]) if group.chunk else _tokens(slots)
             held = TokenList(ring_pool, sinks, group.held, group.seen)
             pages, listed = caches.pages, group.listed
-            in_one = not group.chunk and caches.learned is None and group.between is None
+            in_one = not group.chunk and caches.learned is None
             if in_one:
                 at = self.scale, self.cap
                 packed = self.kernels.attend_step(self.fmt, output, group.rows, q, pages, listed, held, *at)
@@ -188,9 +188,6 @@ class PlannedStep:
             parts = []
             if len(listed.ids):
                 parts.append(self.kernels.attend_packed(self.fmt, q, pages, listed, self.scale, self.cap))
-            if group.between is not None:
-                between = group.between, held, self.scale, self.cap
-                parts.append(attend.attend_between(self.fmt, q, pages, *between))
             if group.chunk:
                 length = q.shape[1]
                 earlier = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().expand(len(q), -1, -1)

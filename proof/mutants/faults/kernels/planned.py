@@ -156,36 +156,6 @@ POSITIONS = tuple(
         ),
     )
 )
-WINDOWS = tuple(
-    Fault(name, f"vllm_kvq/kernels/torch/{where}", before, after, f"{KERNELS}/step/test_reference.py -k windows_of")
-    for name, where, before, after in (
-        (
-            "one window for keys and values",
-            "plan.py::Planner.plan",
-            "for window in (fmt.W, fmt.W_keys)",
-            "for window in (fmt.W, fmt.W)",
-        ),
-        (
-            "values between the windows are those of a token before",
-            "plan.py::Planner._between",
-            "rows[i, j] = held",
-            "rows[i, j] = -1 + held",
-        ),
-        ("keys between the windows are seen twice", "plan.py::Planner._between", "held[i, column[i, j]] = -1", "pass"),
-        (
-            "keys of the page's beginning",
-            "plan.py::Planner._between",
-            "(rows, page, position % self.fmt.N)",
-            "(rows, page, position % 32)",
-        ),
-        (
-            "sinks are read packed between the windows",
-            "plan.py::Planner._between",
-            "np.maximum(boundary, self.fmt.S)[",
-            "boundary[",
-        ),
-    )
-)
 TORCH = (
     Fault(
         "PyTorch step: another layer's plan serves whatever the headers say",
@@ -379,4 +349,4 @@ LEARNED = (
     ),
 )
 
-FAULTS: tuple[Fault, ...] = (*PLANNER, *POSITIONS, *WINDOWS, *TORCH, *LAYOUTS, *LEARNED)
+FAULTS: tuple[Fault, ...] = (*PLANNER, *POSITIONS, *TORCH, *LAYOUTS, *LEARNED)
