@@ -227,6 +227,20 @@ FAULTS: tuple[Fault, ...] = (
         "tests/planning/plan/test_served.py -k once",
     ),
     Fault(
+        "a shorter window of keys is ignored",
+        "vllm_kvq/formats/page.py::PageFormat.reference_only",
+        "self.W_keys < self.W",
+        "False",
+        REFUSALS,
+    ),
+    Fault(
+        "a scale per token is served, by PyTorch",
+        "vllm_kvq/formats/methods/kivi.py::TokenScaled",
+        "reference_only = (",
+        "refused = (",
+        "tests/kernels/test_slow.py -k every_one",
+    ),
+    Fault(
         "another table than the one by which the model turns keys",
         f"{ROOM}/worker/binding.py::table_of",
         "if (rope.apply(key, position) - turned).abs().max() <= near else None",
