@@ -16,7 +16,7 @@ from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.option import Option
 from vllm_kvq.formats.table import declared_options, public_formats
-from vllm_kvq.kernels.cpu import attend, call, layout, slow
+from vllm_kvq.kernels.cpu import attend, call, slow
 from vllm_kvq.kernels.cpu.library import ISAS, isa, library
 from vllm_kvq.kernels.paths import Wish, path_for
 from vllm_kvq.kernels.torch.lists import PageList

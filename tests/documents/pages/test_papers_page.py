@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from one_thread import one_thread
 
-from vllm_kvq import cli
 from vllm_kvq.cli.eval import error as error_table
 from vllm_kvq.cli.eval import heads as heads_command
 from vllm_kvq.eval.choice import choices
@@ -24,11 +23,8 @@ ERRORS = [command[3:] for command in COMMANDS if command[:3] == ERROR]
 ON_A_MODEL = [command[4:] for command in COMMANDS if command[:4] == HEADS]
 
 
-CHECKS = [command[2:] for command in COMMANDS if command[:2] == ["vllm-kvq", "check"]]
-
-
 def test_all_are_of_a_kind_that_is_run() -> None:
-    assert len(ERRORS) + len(ON_A_MODEL) + len(CHECKS) == len(COMMANDS) > 10
+    assert len(ERRORS) + len(ON_A_MODEL) == len(COMMANDS) > 10
     assert all(command[0] == "--formats" and len(command) == 2 for command in (*ERRORS, *ON_A_MODEL))
 
 
@@ -66,16 +62,6 @@ def test_on_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert heads_command.main(["demo", "--context", "512", "--formats", ",".join(every)]) == 0
     printed = capsys.readouterr().out
     assert all(label in printed for label in every)
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("command", CHECKS, ids=lambda command: command[-1])
-def test_would_be_served(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    status = cli.main(["check", *command])
-    assert status == 0, capfd.readouterr()
 
 
 def test_modules_and_functions_that_it_names_exist() -> None:

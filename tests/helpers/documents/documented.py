@@ -74,6 +74,7 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
         "vllm-kvq bench prefill": Account("tests/commands/test_figures.py::test_prefill", 2),
         "vllm-kvq bench capacity": Account("tests/commands/test_bench_capacity.py::test_two_real_servers", 2),
         "vllm-kvq bench serve": Account("tests/commands/test_bench.py::test_serve_compares_two_real_servers"),
+        "vllm-kvq bench decode": Account("tests/commands/test_figures.py::test_decode"),
     },
     "docs/choosing.md": {
         "vllm serve MODEL --config configs/presets/": Account(
@@ -101,7 +102,7 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
     },
     "docs/metrics.md": {"curl": Account("tests/servers/test_metrics.py::test_the_documents_command")},
     "docs/papers.md": {
-        "vllm-kvq eval demo": Account("tests/documents/pages/test_papers_page.py::test_on_the_demo_model"),
+        "vllm-kvq eval .weights/": Account(HOURS),
         "vllm serve MODEL": Account("tests/engine/oracle/test_by_layer.py::test_what_is_said"),
         "vllm-kvq eval MODEL": Account(EVAL),
     },

@@ -131,7 +131,7 @@ def known_speed(name: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "said", "measured"),
-    [("avx2", "2.4", "AMD EPYC (Zen 3)"), ("avx512", "2.6", "AMD EPYC (Zen 4)"), ("portable", "-", "")],
+    [("avx2", "1.9", "AMD EPYC (Zen 3)"), ("avx512", "2.6", "AMD EPYC (Zen 4)"), ("portable", "-", "")],
 )
 def test_the_expected_speed_is_that_of_this_kind_of_processor(
     kind: str,
