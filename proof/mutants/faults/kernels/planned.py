@@ -82,8 +82,8 @@ PLANNER = (
     Fault(
         "planner: a unit is read packed that the window still covers",
         "vllm_kvq/kernels/torch/plan.py::Planner.plan",
-        "- window",
-        "- window + fmt.unit",
+        "- fmt.W",
+        "- fmt.W + fmt.unit",
         REFERENCE,
     ),
     Fault(
