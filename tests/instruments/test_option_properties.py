@@ -84,7 +84,7 @@ def test_a_refusal_names_the_option() -> None:
 
 def test_what_is_not_served_is_not_judged() -> None:
     verdict = judge(Case("kivi2", 64, 64, "float32", {"token_scale": "balanced"}))
-    assert "option 'token_scale' is served as 'none'" in str(verdict.refused)
+    assert "option 'token_scale' is served only as 'none'" in str(verdict.refused)
     assert not verdict.paths
 
 

@@ -114,8 +114,8 @@ class PageFormat:
         """Why it can be measured but not served, in a sentence for users; None: it can be served."""
         if self.W_keys < self.W:
             return (
-                f"option 'W_keys' is served as large as W, {self.W}; a shorter window of keys, which saves no memory, "
-                "is only for vllm_kvq.roundtrip and the evaluation"
+                f"option 'W_keys' is served only as large as W, {self.W}; a shorter window of keys, which saves no "
+                "memory, is for vllm_kvq.roundtrip and the evaluation"
             )
         return self.keys.reference_only or self.values.reference_only
 

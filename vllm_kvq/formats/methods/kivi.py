@@ -87,7 +87,7 @@ class TokenScaled(ChannelKeys):
     """
 
     reference_only = (
-        "option 'token_scale' is served as 'none'; a scale per token is only for vllm_kvq.roundtrip and the evaluation"
+        "option 'token_scale' is served only as 'none'; a scale per token is for vllm_kvq.roundtrip and the evaluation"
     )
 
     @property

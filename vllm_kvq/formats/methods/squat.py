@@ -232,7 +232,7 @@ class BeforeRope:
 
     before_rope = True
     reference_only = (
-        "option 'rope' is served as 'after'; keys before RoPE are only for vllm_kvq.roundtrip and the evaluation"
+        "option 'rope' is served only as 'after'; keys before RoPE are for vllm_kvq.roundtrip and the evaluation"
     )
 
 
