@@ -83,11 +83,11 @@ def test_options_that_make_another_codec(run: Any, model: Path) -> None:
     todo = [traces.lengths(N, 20)]
     fitted = {"key_scales": "fitted", "value_scales": "fitted"}
     options = {**fitted, "value_rotation": "hadamard", "group": 64}
-    got = run(todo, kv_cache_dtype="squat2", block_size=N, additional_config={"kvq": options})
-    assert not replayed(model, "squat2", todo, got, **options).mismatches
+    got = run(todo, kv_cache_dtype="kivi2", block_size=N, additional_config={"kvq": options})
+    assert not replayed(model, "kivi2", todo, got, **options).mismatches
     for left_out in (*fitted, "value_rotation"):
         fewer = {name: x for name, x in options.items() if name != left_out}
-        assert replayed(model, "squat2", todo, got, **fewer).mismatches, left_out
+        assert replayed(model, "kivi2", todo, got, **fewer).mismatches, left_out
 
 
 @pytest.mark.parametrize(("name", "error"), FIXED_POINT)
