@@ -127,7 +127,9 @@ class World:
             mine[:tokens] = new
         buffers.out.fill_(torch.nan)
         recording.replay()
-        assert torch.equal(buffers.out[:tokens], want)
+        # a library multiplies calibrated formats' queries by a matrix, and rounds otherwise if padding makes more rows
+        near = 1e-6 if self.fmt.calibrated else 0.0
+        assert torch.allclose(buffers.out[:tokens], want, rtol=near, atol=near)
         assert (buffers.out[tokens:] == 0).all()
         self.same()
 

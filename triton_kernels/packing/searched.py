@@ -18,6 +18,7 @@ from vllm_kvq.triton_kernels.turning import mean_of
 
 FACTORS: tl.constexpr = tl.constexpr(search.FACTORS)
 TRIED: tl.constexpr = tl.constexpr(len(search.FACTORS))
+LEAST: tl.constexpr = tl.constexpr(search.LEAST)
 
 ROWS: tl.constexpr = tl.constexpr(16)
 """Channels of a key that are transformed, and bytes of a plane that are collected, at a time."""
@@ -38,6 +39,11 @@ def _codes(y, scale, step, most):
 
 
 @triton.jit
+def _levels(y, scale, step, most):
+    return (_codes(y, scale, step, most) - (most * 0.5)[None, :]) * step[None, :]
+
+
+@triton.jit
 def _searched(y, step, most, weight):
     """Whole float32 codes of rows (32, columns), and their scales (32,) as float16 stores them. step, most and weight
     are of the channels; those whose largest code, `most`, is 0 are not stored."""
@@ -48,11 +54,14 @@ def _searched(y, step, most, weight):
     best = tl.full((32,), 0.0, tl.float32)
     for i in range(TRIED):  # a loop of the kernel: unrolled, it takes more registers than there are
         scale = positive_half(rms * _factor(i))
-        off = (_codes(y, scale, step, most) - (most * 0.5)[None, :]) * step[None, :] * scale[:, None] - y
+        off = _levels(y, scale, step, most) * scale[:, None] - y
         error = row_sum(off * off * weight[None, :])
         better = error < least
         least, best = tl.where(better, error, least), tl.where(better, scale, best)
-    return _codes(y, best, step, most), best
+    level = _levels(y, best, step, most)
+    weighed = level * weight[None, :]
+    fitted = positive_half(tl.div_rn(row_sum(y * weighed), tl.maximum(row_sum(level * weighed), LEAST)))
+    return _codes(y, fitted, step, most), fitted
 
 
 @triton.jit

@@ -258,7 +258,9 @@ def test_scales_harm_scores_least(name: str) -> None:
         codes = (y / (scale * step.clamp_min(1e-9)) + most / 2).round().clamp_min(0).minimum(most)
         tried.append(((levels(codes, step, most) * scale - y) * s).square().sum(-1))
     found = ((read - y) * s).square().sum(-1)
-    assert torch.allclose(found, torch.stack(tried).amin(0), rtol=1e-2)
+    least = torch.stack(tried).amin(0)
+    assert (found < 1.01 * least).all()
+    assert found.sum() < 0.98 * least.sum()
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -279,7 +281,8 @@ def test_values_are_those_of_the_nearest_levels(bits: int) -> None:
     assert torch.allclose((read - y).abs(), nearest, rtol=1e-3, atol=1e-5)
 
 
-def test_the_scale_is_the_best_of_those_tried() -> None:
+def test_the_scale_is_better_than_all_that_are_tried() -> None:
+    """It is the one that fits the best one's codes, which most often are the codes that are stored."""
     y = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
     y[:, 3] *= 9
     weight = torch.rand(32, generator=torch.Generator().manual_seed(1))
@@ -294,7 +297,11 @@ def test_the_scale_is_the_best_of_those_tried() -> None:
     found = ((levels(codes, step, most) * scale - y).square() * weight).sum(-1)
     rms = y[:, :28].square().mean(-1, keepdim=True).sqrt()
     tried = torch.stack([error((rms * factor).half().float()) for factor in FACTORS])
-    assert torch.allclose(found, tried.amin(0), rtol=1e-5)
+    assert (found < 1.00001 * tried.amin(0)).all()
+    assert found.sum() < tried.amin(0).sum()
+    level = levels(codes, step, most)
+    fitted = (y * level * weight).sum(-1) / (level.square() * weight).sum(-1)
+    assert ((scale[:, 0] / fitted - 1).abs() < 1e-3).float().mean() > 0.5
     assert len(set(tried.argmin(0).tolist())) > 3
     assert (codes[:, 28:] == 0).all()
 
@@ -321,13 +328,15 @@ def test_less_error_in_fewer_bits() -> None:
 
 
 def test_a_constant_costs_nothing() -> None:
-    """What a key projection's bias adds is in the calibration's mean."""
+    """What a key projection's bias adds is in the calibration's mean. Rounding gives few tokens the next scale."""
     fit, text = layer(1), layer(2)
     shift = 50 * torch.randn(HEADS, 64, generator=torch.Generator().manual_seed(5))
     moved = Calibration(fit.query, fit.key + shift, fit.value)
     plain, _ = roundtrip("klt3", text.key, text.value, calibration=fit)
     other, _ = roundtrip("klt3", text.key + shift, text.value, calibration=moved)
-    assert torch.allclose(other - shift, plain, atol=2e-3 * float(plain.abs().max()))
+    moved_by_more = (other - shift - plain).abs().amax(-1) > 2e-3 * plain.abs().max()
+    assert moved_by_more.float().mean() < 3e-3
+    assert torch.allclose((other - shift - text.key).norm(), (plain - text.key).norm(), rtol=1e-3)
 
 
 def test_a_rate_is_rounded_up_to_sixteen_slots() -> None:

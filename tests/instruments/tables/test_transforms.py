@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from proof.tables.transformed.scales import in_eight_bits, not_fitted
 from proof.tables.transformed.transforms import ROWS, Row, alike, documentation, first, in_sixteens
 from vllm_kvq.eval.heads.capture import Captured, Layer
 from vllm_kvq.formats.methods import klt
+from vllm_kvq.formats.parts.search import levels, searched, widths
 
 VARIANCE = torch.logspace(0, -4, 64)[torch.randperm(64, generator=torch.Generator().manual_seed(0))].tolist()
 
@@ -49,3 +51,23 @@ def test_fitted_to_some_of_the_texts(calibrate: object, wanted: list[int]) -> No
         texts.append(Captured((Layer(0, x, x[:, :1], x[:, :1], 1.0),), (), None, None, None))
     assert callable(calibrate)
     assert [float(text.layers[0].key[0, 0, 0]) for text in calibrate(texts)] == wanted
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_other_scales(bits: int) -> None:
+    """No token has less error with a factor's own scale than with the one that fits; 8 bits are in between."""
+    generator = torch.Generator().manual_seed(bits)
+    y = torch.randn(256, 2, 64, generator=generator) * torch.rand(256, 2, 1, generator=generator)
+    y[..., 5] *= 5
+    weight = torch.rand(64, generator=generator) + 0.1
+    step, most = widths(torch.full((64,), bits))
+
+    def error(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return ((levels(codes, step, most) * scale - y).square() * weight).sum(-1)
+
+    found, before = (error(*how(y, step, most, weight)) for how in (searched, not_fitted))
+    assert (found <= before).all()
+    assert found.sum() < 0.998 * before.sum()
+    codes, scale = in_eight_bits(y, step, most, weight)
+    assert (scale.half().view(torch.int16) & 0x7F == 0).all()
+    assert found.sum() < error(codes, scale).sum() < before.sum()

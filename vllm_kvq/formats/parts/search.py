@@ -1,7 +1,9 @@
-"""One scale per token, found by trying some: the quantizer of coordinates that are alike.
+"""One scale per token, the best of some: the quantizer of coordinates that are alike.
 
-    levels   (code - (2^b - 1) / 2) step,  step = 2 h_b / (2^b - 1)      symmetric, no zero; h_b from HALF_WIDTH
-    scale a  of f rms(y), f from FACTORS, the one with the least  sum_c w_c (y_c - a level(code_c))^2
+    levels    l(code) = (code - (2^b - 1) / 2) step,  step = 2 h_b / (2^b - 1); no zero, h_b from HALF_WIDTH
+    tried     a = f rms(y) for f of FACTORS, and codes nearest to y / a
+    best      of these, where  sum_c w_c (y_c - a l(code_c))^2  is least
+    stored    the a that fits its codes best,  sum_c w_c y_c l(code_c) / sum_c w_c l(code_c)^2;  codes nearest to y / a
 
 The root mean square by itself would clip the tokens with outliers, the maximum would waste levels on all others.
 HALF_WIDTH is where the uniform levels of b bits have the least squared error on normal numbers.
@@ -15,7 +17,9 @@ from vllm_kvq.formats.parts.quant import positive_half
 
 HALF_WIDTH = (0.0, 0.798, 1.494, 2.05, 2.52, 3.0, 3.4)
 """By bits."""
-FACTORS = (0.7, 0.85, 1.0, 1.2, 1.45, 1.75, 2.1, 2.6, 3.2, 4.0)
+FACTORS = (0.7, 0.81, 0.94, 1.08, 1.25, 1.45, 1.7, 2.0, 2.6, 4.0)
+LEAST = 1e-30
+"""What a fit divides by at least."""
 
 
 def widths(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,6 +34,11 @@ def levels(codes: torch.Tensor, step: torch.Tensor, most: torch.Tensor) -> torch
     return (codes - most / 2) * step
 
 
+def rounded(y: torch.Tensor, scale: torch.Tensor, step: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+    """The codes nearest to y for tokens of this scale."""
+    return (y / (scale * step.clamp_min(1e-9)) + most / 2).round().clamp_min(0).minimum(most)
+
+
 def searched(
     y: torch.Tensor, step: torch.Tensor, most: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,13 +49,13 @@ def searched(
     stored = (most > 0).float()
     rms = ((y.square() * stored).sum(-1, keepdim=True) / stored.sum(-1, keepdim=True)).sqrt()
     least, best = torch.full_like(rms, torch.inf), torch.zeros_like(rms)
-    kept = torch.zeros_like(y)
     for factor in FACTORS:
         scale = positive_half(rms * factor)
-        codes = (y / (scale * step.clamp_min(1e-9)) + most / 2).round().clamp_min(0).minimum(most)
-        error = ((levels(codes, step, most) * scale - y).square() * weight).sum(-1, keepdim=True)
+        off = levels(rounded(y, scale, step, most), step, most) * scale - y
+        error = (off.square() * weight).sum(-1, keepdim=True)
         better = error < least
-        least, best, kept = (
-            torch.where(better, new, old) for new, old in ((error, least), (scale, best), (codes, kept))
-        )
-    return kept, best
+        least, best = torch.where(better, error, least), torch.where(better, scale, best)
+    level = levels(rounded(y, best, step, most), step, most)
+    seen, size = ((x * level * weight).sum(-1, keepdim=True) for x in (y, level))
+    fitted = positive_half(seen / size.clamp_min(LEAST))
+    return rounded(y, fitted, step, most), fitted

@@ -1,6 +1,6 @@
 //     code = round(clamp(y / (scale step) + most / 2, 0, most))        y ~ (code - most / 2) step scale
 //
-// One scale per token, found by trying some (formats/parts/search.py): transformed keys and the values that go with them.
+// One scale per token, the best of some (formats/parts/search.py): transformed keys and the values that go with them.
 #pragma once
 
 #include "affine.h"
@@ -9,8 +9,9 @@ namespace {
 namespace float32 {
 
 constexpr int FACTORS = 10, PLACES = 16;  // whole vectors
-constexpr float FACTOR[PLACES] = {0.7f, 0.85f, 1.0f, 1.2f, 1.45f, 1.75f, 2.1f, 2.6f, 3.2f, 4.0f, 1, 1, 1, 1, 1, 1};
+constexpr float FACTOR[PLACES] = {0.7f, 0.81f, 0.94f, 1.08f, 1.25f, 1.45f, 1.7f, 2.0f, 2.6f, 4.0f, 1, 1, 1, 1, 1, 1};
 static_assert(PLACES % LANES == 0);
+constexpr float LEAST = 1e-30f;
 
 // By channel: the step, the largest code (0: not stored), and the weight of an error.
 struct Levels {
@@ -53,12 +54,21 @@ inline float searched(const float* y, int64_t d, const Levels& levels, int32_t* 
       least = error;
       best = f;
     }
+  Floats seen{}, size{};
+  for (int64_t c = 0; c < d; c += LANES) {
+    const Floats most = load(levels.most + c), half = most / 2.0f;
+    const Floats level = (searched_code(load(steps + c) * inverse[best], half, most) - half) * load(levels.step + c);
+    const Floats weighed = level * load(levels.weight + c);
+    seen += load(y + c) * weighed;
+    size += level * weighed;
+  }
+  const float fitted = positive_half(splat(sum(seen) / __builtin_fmaxf(sum(size), LEAST)))[0], by = 1.0f / fitted;
   for (int64_t c = 0; c < d; c += LANES) {
     const Floats most = load(levels.most + c);
-    const Ints code = to_ints(searched_code(load(steps + c) * inverse[best], most / 2.0f, most));
+    const Ints code = to_ints(searched_code(load(steps + c) * by, most / 2.0f, most));
     std::memcpy(codes + c, &code, sizeof code);
   }
-  return scale[best];
+  return fitted;
 }
 
 // `work` holds codes [32][d] and v H / sqrt(b), [32][d].

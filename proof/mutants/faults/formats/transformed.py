@@ -49,8 +49,7 @@ FAULTS: tuple[Fault, ...] = (
     fault("errors weigh the same in all channels", "klt::Transform.of", "s.square()", "torch.ones_like(s)", "klt.py"),
     fault("the third bit is the first", "klt::SearchedValues.unpack", "<< self.low", "<< 0", "klt.py"),
     fault("the first scale that is tried", "search::searched", "error < least", "least.isinf()", "klt.py"),
-    fault(
-        "scales before they are rounded", "search::searched", "positive_half(rms * factor)", "rms * factor", "klt.py"
-    ),
+    fault("a scale that fits no codes", "search::searched", "seen / size.clamp_min(LEAST)", "best", "klt.py"),
+    fault("scales fit whatever the weights", "search::searched", "x * level * weight", "x * level", "klt.py"),
     fault("the size of what is not stored", "search::searched", "* stored", "", "klt.py"),
 )

@@ -60,7 +60,8 @@ FAULTS: tuple[Fault, ...] = (
         HEADS,
     ),
     _fault("the first scale that is tried", f"{PACKING}::_searched", "error < least", "least > 3.0e38", PACK),
-    _fault("all channels weigh the same", f"{PACKING}::_searched", "* weight[None, :]", "", PACK),
+    _fault("all channels weigh the same", f"{PACKING}::_searched", "off * weight[None, :]", "off", PACK),
+    _fault("scales fit whatever the weights", f"{PACKING}::_searched", "level * weight[None, :]", "level", PACK),
     _fault("keys as they are", f"{PACKING}::transformed_keys", "- mean[None, :]", "", PACK),
     _fault(
         "digits of the lowest place",
