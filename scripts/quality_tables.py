@@ -87,7 +87,9 @@ def real(path: Path) -> Iterator[str]:
     yield _line(["format", "pages", "bits", "KL", "same top 1, %", f"KL / {baseline}"])
     yield _line(["---"] * 6)
     for row in rows:
-        label = "bf16" if row["label"] == PLAIN else f"`{row['label'].replace(',', ', ')}`"
+        label = f"`{row['label'].replace(',', ', ')}`"
+        if row["label"] == PLAIN:
+            label = "bf16" if float(row["page_bits"]) == 16 else "float32"
         kl = f"{_short(row['kl'])} [{_short(row['kl_low'])}, {_short(row['kl_high'])}]" if float(row["kl"]) else "0"
         ratio = "-"
         if row["claim_kl_value"]:

@@ -108,7 +108,7 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
     },
     "docs/peers.md": {
         "python -m proof weights": Account(HOURS),
-        "vllm-kvq eval .weights/": Account(HOURS, 5),
+        "vllm-kvq eval .weights/": Account(HOURS, 7),
         "for MODEL in": Account(HOURS),
         "python scripts/quality_tables.py": Account(TABLES),
     },
