@@ -21,11 +21,22 @@ from vllm_kvq.eval.humaneval.sandbox import Limits, Verdict
 
 SMALL = Limits(cpu_seconds=2, seconds=60, memory_bytes=1 << 28, folder_bytes=1 << 22, files=50)
 HAS_LANDLOCK = ctypes.CDLL(None).syscall(sandbox_walls.CREATE_RULESET, None, ctypes.c_size_t(0), 1) > 0
+USER = 1234567
+"""Somebody else, as whom root tests."""
 landlock = pytest.mark.skipif(not HAS_LANDLOCK, reason="this Linux has no Landlock")
 
 
 def run(program: str, namespaces: bool, limits: Limits = SMALL) -> Verdict:
     return sandbox.run(program, limits, namespaces)
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user can enter: a `tmp_path` lies in one that is closed to all others."""
+    folder = Path(tempfile.mkdtemp(prefix="kvq-open-"))
+    folder.chmod(0o755)
+    yield folder
+    subprocess.run(["rm", "-rf", folder], check=True)  # however deep it is
 
 
 # -- the disk ---------------------------------------------------------------------------------------------------------
@@ -47,13 +58,13 @@ def test_its_folder_takes_so_much(program: str, namespaces: bool) -> None:
     assert run(program, namespaces).reason == FULL
 
 
-def test_folders_in_folders(namespaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_in_folders(namespaces: bool, open_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deeper than Python's own removal goes, in folders that may not be opened."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    tmp_path.chmod(0o755)
-    program = "import os\nfor i in range(3000): os.mkdir('a'); os.chdir('a')\nos.mkdir('b', 0)"
-    assert run(program, namespaces).reason in (FULL, "passed")
-    assert not [*tmp_path.iterdir()]
+    monkeypatch.setattr(tempfile, "tempdir", str(open_folder))
+    program = "import os\nfor i in range(1200): os.mkdir('a'); os.chdir('a')\nos.mkdir('b', 0)"
+    verdict = run(program, namespaces, Limits(seconds=60, files=2000))
+    assert verdict.passed or os.getuid()  # only root can look into b, and what can't be looked at counts as too much
+    assert not [*open_folder.iterdir()]
 
 
 # -- what it says ------------------------------------------------------------------------------------------------------
@@ -72,14 +83,22 @@ def test_a_terminal_obeys_nothing_that_it_says(namespaces: bool) -> None:
 
 # -- others -----------------------------------------------------------------------------------------------------------
 @landlock
-def test_it_reads_no_secrets(namespaces: bool, tmp_path: Path) -> None:
+def test_it_writes_to_its_own_folder_only(namespaces: bool, open_folder: Path) -> None:
+    open_folder.chmod(0o777)
+    assert run("open('x', 'w').write('y'); assert open('x').read() == 'y'", namespaces).passed
+    assert not run(f"open({str(open_folder / 'x')!r}, 'w')", namespaces).passed
+    assert not [*open_folder.iterdir()]
+
+
+@landlock
+def test_it_reads_no_secrets(namespaces: bool, open_folder: Path) -> None:
     """Even where it takes root's Python, and with it the right to read everything, to run it."""
-    secret = tmp_path / "token"
+    secret = open_folder / "token"
     secret.write_text("secret")
     secret.chmod(0o644)
     for path in (secret, Path("/etc/passwd"), Path("/proc/1/cmdline"), Path("/proc/self/environ")):
         assert run(f"open({str(path)!r}).read()", namespaces).reason.startswith("PermissionError: ")
-    assert run(f"import os; os.listdir({str(tmp_path)!r})", namespaces).reason.startswith("PermissionError: ")
+    assert run(f"import os; os.listdir({str(open_folder)!r})", namespaces).reason.startswith("PermissionError: ")
 
 
 def test_what_it_needs_is_there(namespaces: bool) -> None:
@@ -116,8 +135,44 @@ def test_calls_that_are_refused(call: str, namespaces: bool) -> None:
     assert run(NO_CALL.format(call), namespaces).reason == "passed"
 
 
+# -- as root, whose Python others can run, too ------------------------------------------------------------------------
+@pytest.fixture
+def open_python() -> str:
+    """A Python that every user can run: in it, root's programs need no right to read what is closed to others."""
+    if os.getuid():
+        pytest.skip("needs root")
+    for python in (os.path.realpath(sys.executable), "/usr/bin/python3"):
+        code = f"import os, sys; os.setuid({USER}); import json; os.execv({python!r}, [{python!r}, '-P', '-c', ''])"
+        if os.path.exists(python) and subprocess.run([python, "-c", code], capture_output=True).returncode == 0:
+            return python
+    pytest.skip("needs a Python of 3.11 or later that every user can run")
+
+
+def test_a_package_that_only_root_can_read(
+    namespaces: bool, open_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when root works in a clone below /root with the system's Python."""
+    for path in (sandbox.PROCESS, Path(sandbox_walls.__file__)):
+        shutil.copy(path, tmp_path)
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(sandbox, "PROCESS", tmp_path / sandbox.PROCESS.name)
+    monkeypatch.setattr(sys, "executable", open_python)
+    assert run("", namespaces).passed
+
+
+def test_a_temporary_folder_that_only_root_can_enter(
+    namespaces: bool, open_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that can't find its own folder would fail for no fault of its own, so there is no verdict."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", open_python)
+    with pytest.raises(RuntimeError, match="set TMPDIR to a folder that every user can enter"):
+        run("", namespaces)
+    assert not [*tmp_path.iterdir()]
+
+
 # -- as a user that is not root, who owns other files and processes ----------------------------------------------------
-USER = 1234567
 AS_USER = """
 import importlib.util, json, os, sys
 os.setgroups([]); os.setgid({user}); os.setuid({user})
@@ -163,24 +218,11 @@ class Users:
         return self.bystander.poll() is None and self.file.read_text() == "secret"
 
 
-def interpreter() -> str | None:
-    """A Python that every user can run."""
-    for python in (os.path.realpath(sys.executable), "/usr/bin/python3"):
-        code = f"import os, sys; os.setuid({USER}); import json; os.execv({python!r}, [{python!r}, '-P', '-c', ''])"
-        if os.path.exists(python) and subprocess.run([python, "-c", code], capture_output=True).returncode == 0:
-            return python
-    return None
-
-
 @pytest.fixture(params=["namespaces", "guard", "guard without Landlock"])
-def users(request: pytest.FixtureRequest) -> Iterator[Users]:
-    if os.getuid() or (python := interpreter()) is None:
-        pytest.skip("needs root, and a Python of 3.11 or later that every user can run")
+def users(request: pytest.FixtureRequest, open_folder: Path, open_python: str) -> Iterator[Users]:
     if not HAS_LANDLOCK and "Landlock" not in request.param:
         pytest.skip("this Linux has no Landlock")
-    folder = Path(tempfile.mkdtemp(prefix="kvq-users-"))
-    folder.chmod(0o755)
-    users = Users(folder, python, request.param == "namespaces", "without" not in request.param)
+    users = Users(open_folder, open_python, request.param == "namespaces", "without" not in request.param)
     try:
         (verdict,) = users.run("")
         if users.namespaces and verdict.isolation != "namespaces":
@@ -190,7 +232,6 @@ def users(request: pytest.FixtureRequest) -> Iterator[Users]:
     finally:
         users.bystander.kill()
         users.bystander.wait()
-        shutil.rmtree(folder)
 
 
 def test_it_kills_nobody(users: Users) -> None:

@@ -131,6 +131,7 @@ def _line(error: BaseException) -> str:
 
 
 def _limit(task: Task, user: int | None, isolation: str) -> None:
+    walls = _walls()  # while it can be read: the package may be in a folder that only root can enter
     os.chdir(task["folder"])
     libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     processes = task["processes"]
@@ -152,10 +153,12 @@ def _limit(task: Task, user: int | None, isolation: str) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write that is too large raises OSError
     if user is not None:
         _become(user)
+        if not os.path.exists(task["folder"]):
+            why = f"root's programs run as another user, who can't reach {task['folder']}"
+            raise PermissionError(f"set TMPDIR to a folder that every user can enter: {why}")
     elif isolation == "namespaces":
         _keep_capabilities(0)
-    walls = _walls().build(task["folder"], user is None, isolation == "guard")
-    if not walls.seccomp:
+    if not walls.build(task["folder"], user is None, isolation == "guard").seccomp:
         _take_sockets()
 
 
