@@ -160,7 +160,7 @@ def attend_kernel(
             sums = hybrid_scores(q, k_words, k_halves, base16, full, R, K, TURN, M)
         elif K.transformed:
             number = page_slab(base) + slab
-            sums = transformed_scores(q, middle, mean, turn_ptr, number, k_words, k_halves, R, K, TURN, M)
+            sums = transformed_scores(q, middle, mean, turn_ptr, number, k_words, R, K, TURN, M)
         else:
             sums = polar_scores(q, k_words, base16, full, R, K, TURN, M)
         scores, live = (), ()

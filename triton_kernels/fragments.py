@@ -24,9 +24,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_kvq.formats.parts import scales
 from vllm_kvq.triton_kernels.lang import INTERPRETED, load_some
 from vllm_kvq.triton_kernels.version import old_triton
 
+SHIFT: tl.constexpr = tl.constexpr(scales.SHIFT)
 JOINS_MATTER: tl.constexpr = tl.constexpr(old_triton() and not INTERPRETED.value)
 
 
@@ -70,6 +72,13 @@ def chunk_words(codes_ptr, INDEX: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.c
 def fragment_channels(M: tl.constexpr):
     """(4 M, 4): 4 t + e, for data of the rows of a right operand of M columns: see `lanes_of_columns`."""
     return ((tl.arange(0, 4 * M) & 3) * 4)[:, None] + tl.arange(0, 4)[None, :]
+
+
+@triton.jit
+def byte_scales(words_ptr, quad, byte, there):
+    """Scales of one byte (formats/parts/scales.py) as float16: of token 4 quad + byte. 0 where not `there`."""
+    word = tl.load(words_ptr + quad, mask=there, other=0)
+    return (((word >> (byte * 8)) & 255) << SHIFT).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit

@@ -49,7 +49,7 @@ class Keys:
     block: int = 0
     """Packing: channels in one plane, and in one block of SQuat's or group of InnerQ's; 0: a slab is a tile."""
     scale: int = 0
-    """Halves."""
+    """Halves. Of transformed keys: words."""
     fitted: bool = False
     """Packing: whether scales and zeros are those with the least error, and not those of the range."""
 
@@ -118,7 +118,7 @@ class Values:
     codes: int
     """Words."""
     scale: int
-    """Halves."""
+    """Halves. Of searched values: words."""
     block: int
     """Channels that lie in one plane and in one group, at most four per lane."""
     places: int
@@ -136,7 +136,7 @@ class Values:
     """Packing: as for keys."""
 
     searched: bool = False
-    """Packing: whether the one scale per token is searched for. It then is the zero, too."""
+    """Whether the one scale per token was searched for, and is one byte. It then is the zero, too."""
     high: int = 0
     """Words. The highest bits of searched values of three bits."""
     middle: float = 1.0

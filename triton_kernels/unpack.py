@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_kvq.triton_kernels.fragments import byte_scales
 from vllm_kvq.triton_kernels.keys.polar import CIRCLE
 from vllm_kvq.triton_kernels.lang import LIMIT, MAGIC, cos_sin
 from vllm_kvq.triton_kernels.rotation import rotated
@@ -60,7 +61,7 @@ def unpack_kernel(
         back = back_ptr + head * ((K.slots + R.d) * R.d)
         number = page_slab(words_ptr + record) + slab
         mean = mean_of(back + K.slots * R.d, turn_ptr, number, tl.arange(0, R.columns), there, R.d, 16)
-        key = _transformed_keys(words, halves, back, mean, there, live, R, K)
+        key = _transformed_keys(words, back, mean, there, live, R, K)
     else:
         key = _polar_keys(words, page_halves, there, R, K)
     if V.by_token:
@@ -107,7 +108,7 @@ def _channel_keys(words, halves, there, R: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _transformed_keys(words, halves, back, mean, there, live, R: tl.constexpr, K: tl.constexpr):
+def _transformed_keys(words, back, mean, there, live, R: tl.constexpr, K: tl.constexpr):
     slots: tl.constexpr = K.slots
     channel = tl.arange(0, R.columns)
     key = tl.full((32, R.columns), 0.0, tl.float32)
@@ -116,7 +117,8 @@ def _transformed_keys(words, halves, back, mean, there, live, R: tl.constexpr, K
         digit = _key_codes(words + K.codes, slot, slot < tl.where(live, K.slots, 0), K.slots, K.bits)
         row = tl.load(back + slot[:, None] * R.d + channel[None, :], mask=there[None, :], other=0.0)
         key = tl.dot(digit.to(tl.float32) - 1.5, row, key, input_precision="ieee")
-    scale = tl.load(halves + K.scale + tl.arange(0, 32), mask=tl.arange(0, 32) < tl.where(live, 32, 0), other=0.0)
+    token = tl.arange(0, 32)
+    scale = byte_scales(words + K.scale, token // 4, token % 4, token < tl.where(live, 32, 0))
     return tl.minimum(tl.maximum(key * scale.to(tl.float32)[:, None] + mean[None, :], -LIMIT), LIMIT)
 
 
@@ -126,9 +128,14 @@ def _token_values(words, halves, there, R: tl.constexpr, V: tl.constexpr):
     codes = _value_codes(words + V.codes, there, R.d, R.columns, V.bits)
     if V.high > 0:
         codes |= _value_codes(words + V.high, there, R.d, R.columns, 1) << V.bits
-    place = halves + (tl.arange(0, R.columns) // V.group * 32)[None, :] + tl.arange(0, 32)[:, None]
-    scale = tl.load(place + V.scale, mask=there[None, :], other=0.0).to(tl.float32)
-    zero = tl.load(place + V.zero, mask=there[None, :], other=0.0).to(tl.float32)
+    if V.searched:
+        token = tl.broadcast_to(tl.arange(0, 32)[:, None], (32, R.columns))
+        scale = byte_scales(words + V.scale, token // 4, token % 4, there[None, :]).to(tl.float32)
+        zero = scale
+    else:
+        place = halves + (tl.arange(0, R.columns) // V.group * 32)[None, :] + tl.arange(0, 32)[:, None]
+        scale = tl.load(place + V.scale, mask=there[None, :], other=0.0).to(tl.float32)
+        zero = tl.load(place + V.zero, mask=there[None, :], other=0.0).to(tl.float32)
     value = (zero * V.middle + scale * codes.to(tl.float32)) * V.step
     if V.rotated > 0:
         value = tl.minimum(tl.maximum(rotated(value, V.rotated) * V.rotated, -LIMIT), LIMIT)

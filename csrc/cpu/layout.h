@@ -14,7 +14,8 @@ constexpr int SLAB = 32;        // tokens that are packed together
 constexpr int BLOCK_SLABS = 4;  // slabs between two updates of the running softmax
 constexpr int BLOCK = BLOCK_SLABS * SLAB;
 
-// NUMBER(name, value): what Python also says, in formats/page.py, formats/parts/{quant,turning}.py and kernels/slots.py.
+// NUMBER(name, value): what Python also says, in formats/page.py, formats/parts/{quant,scales,turning}.py and
+// kernels/slots.py.
 // The library exports them, and kernels/cpu/layout.py compares.
 #define KVQ_NUMBERS(NUMBER)                                             \
   NUMBER(PAGE_MAGIC, 0x3151564B)                                        \
@@ -22,6 +23,9 @@ constexpr int BLOCK = BLOCK_SLABS * SLAB;
   NUMBER(FLAGS_AT, 16)           /* a page's flags, one per slab */     \
   NUMBER(SIDE_MAGIC, 0x4B565153)                                        \
   NUMBER(LIMIT, 32768)           /* of what is packed, in magnitude */  \
+  NUMBER(SCALE_SHIFT, 7)         /* of a byte, to a float16 */          \
+  NUMBER(LARGEST_SCALE, 0xF7)    /* in one byte */                      \
+  NUMBER(SCALES_AROUND, 4)       /* a number, that are tried */         \
   NUMBER(FINE, 64)               /* slabs of the tables of turning.h */ \
   NUMBER(COARSE, 512)
 

@@ -57,6 +57,7 @@ def random(d: int, dtype: torch.dtype) -> list[torch.Tensor]:
         ("kitty2", 64, torch.float32, {"boost": "eighth", "key_scales": "range", "group": 48}),
         ("kivi4", 96, torch.float16, {"value_rotation": "hadamard"}),
         ("kivi2", 64, torch.float32, {"key_scales": "fitted", "group": 48}),
+        ("klt2", 64, torch.float32, {}),
         ("klt3", 64, torch.float32, {}),
         ("klt4", 80, torch.bfloat16, {}),  # heads with other slots
         wide("klt4", 128, torch.float16, {}),

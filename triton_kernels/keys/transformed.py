@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.fragments import chunk_words, fragment_places, fragment_rows, plane
+from vllm_kvq.triton_kernels.fragments import byte_scales, chunk_words, fragment_rows, lane_rows, plane
 from vllm_kvq.triton_kernels.lang import SUBNORMAL, column_sum
 from vllm_kvq.triton_kernels.turning import turned
 
@@ -51,7 +51,6 @@ def transformed_scores(
     turn_ptr,
     first,
     words_ptr,
-    halves_ptr,
     R: tl.constexpr,
     K: tl.constexpr,
     SLABS: tl.constexpr,
@@ -69,8 +68,8 @@ def transformed_scores(
             words = chunk_words(words_ptr + j * R.slab_words + K.codes, c, width, K.chunk)
             for p in tl.static_range(planes):
                 sums = tl.dot(plane(words, p, K.bits), q[p * chunks + c], sums)
-        scale = tl.load(halves_ptr + j * R.slab_words * 2 + K.scale + fragment_places(4)).to(tl.float32)
+        scale = byte_scales(words_ptr + j * R.slab_words + K.scale, lane_rows(), tl.arange(0, 4)[None, :], True)
         cos, sin = turned(turn_ptr, first + j, tl.arange(0, R.columns // 2), R.d)
         of_slab = column_sum(mean[0] * cos[:, None] + mean[1] * sin[:, None])
-        scores = scores + (sums * fragment_rows(scale, M) + of_slab[None, :],)
+        scores = scores + (sums * fragment_rows(scale.to(tl.float32), M) + of_slab[None, :],)
     return scores

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.formats.parts import search
+from vllm_kvq.formats.parts import scales, search
 from vllm_kvq.triton_kernels.lang import ROUND, clean, lost, row_sum
 from vllm_kvq.triton_kernels.packing.keys import store_keys
 from vllm_kvq.triton_kernels.packing.tile import lanes, plane_bytes
@@ -19,9 +19,30 @@ from vllm_kvq.triton_kernels.turning import mean_of
 FACTORS: tl.constexpr = tl.constexpr(search.FACTORS)
 TRIED: tl.constexpr = tl.constexpr(len(search.FACTORS))
 LEAST: tl.constexpr = tl.constexpr(search.LEAST)
+SHIFT: tl.constexpr = tl.constexpr(scales.SHIFT)
+LARGEST: tl.constexpr = tl.constexpr(scales.LARGEST)
+AROUND: tl.constexpr = tl.constexpr(scales.AROUND)
 
 ROWS: tl.constexpr = tl.constexpr(16)
 """Channels of a key that are transformed, and bytes of a plane that are collected, at a time."""
+
+
+@triton.jit
+def _first_around(scale):
+    """The byte of the first of four scales around a number (formats/parts/scales.py)."""
+    half = tl.minimum(tl.maximum(scale, 0.0), 65504.0).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    return tl.minimum(tl.maximum((half >> SHIFT) - 1, 1), LARGEST - AROUND + 1)
+
+
+@triton.jit
+def _scale_of(byte):
+    return (byte << SHIFT).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _store_scales(words_ptr, byte):
+    word = tl.reduce(tl.reshape(byte, (8, 4)) << (tl.arange(0, 4) * 8)[None, :], 1, tl.standard._sum_combine)
+    tl.store(words_ptr + tl.arange(0, 8), word)
 
 
 @triton.jit
@@ -44,9 +65,15 @@ def _levels(y, scale, step, most):
 
 
 @triton.jit
+def _error(y, scale, step, most, weight):
+    off = _levels(y, scale, step, most) * scale[:, None] - y
+    return row_sum(off * off * weight[None, :])
+
+
+@triton.jit
 def _searched(y, step, most, weight):
-    """Whole float32 codes of rows (32, columns), and their scales (32,) as float16 stores them. step, most and weight
-    are of the channels; those whose largest code, `most`, is 0 are not stored."""
+    """Whole float32 codes of rows (32, columns), and the bytes (32,) of their scales. step, most and weight are of the
+    channels; those whose largest code, `most`, is 0 are not stored."""
     stored = most > 0
     count = tl.reduce(stored.to(tl.float32), 0, tl.standard._sum_combine)
     rms = tl.sqrt_rn(tl.div_rn(row_sum(tl.where(stored[None, :], y * y, 0.0)), tl.full((32,), 1.0, tl.float32) * count))
@@ -54,14 +81,17 @@ def _searched(y, step, most, weight):
     best = tl.full((32,), 0.0, tl.float32)
     for i in range(TRIED):  # a loop of the kernel: unrolled, it takes more registers than there are
         scale = positive_half(rms * _factor(i))
-        off = _levels(y, scale, step, most) * scale[:, None] - y
-        error = row_sum(off * off * weight[None, :])
+        error = _error(y, scale, step, most, weight)
         better = error < least
         least, best = tl.where(better, error, least), tl.where(better, scale, best)
     level = _levels(y, best, step, most)
     weighed = level * weight[None, :]
-    fitted = positive_half(tl.div_rn(row_sum(y * weighed), tl.maximum(row_sum(level * weighed), LEAST)))
-    return _codes(y, fitted, step, most), fitted
+    byte = _first_around(tl.div_rn(row_sum(y * weighed), tl.maximum(row_sum(level * weighed), LEAST)))
+    first, least = byte, tl.full((32,), float("inf"), tl.float32)
+    for i in range(AROUND):
+        error = _error(y, _scale_of(first + i), step, most, weight)
+        byte, least = tl.where(error < least, first + i, byte), tl.minimum(error, least)
+    return _codes(y, _scale_of(byte), step, most), byte
 
 
 @triton.jit
@@ -69,7 +99,7 @@ def transformed_keys(tokens, slab, number, table, slots, turn, R: tl.constexpr, 
     """`table` and `slots`: the head's, `turn`: the layer's, see kernels/gpu/triton/transformed.py; `number`: the slab's
     among the request's. Returns how many values were replaced."""
     planes: tl.constexpr = 8 // K.bits
-    base, base16 = slab
+    base, _ = slab
     width: tl.constexpr = K.slots * K.bits // 8
     some: tl.constexpr = min(ROWS, lanes(width))
     channel = tl.arange(0, R.columns)
@@ -87,7 +117,7 @@ def transformed_keys(tokens, slab, number, table, slots, turn, R: tl.constexpr, 
     step = tl.load(table + R.d + channel, mask=real, other=0.0)
     most = tl.load(table + 2 * R.d + channel, mask=real, other=0.0)
     code, scale = _searched(y, step, most, weight)
-    tl.store(base16 + K.scale + tl.arange(0, 32), scale.to(tl.float16))
+    _store_scales(base + K.scale, scale)
     code = code.to(tl.float16)
     for first in tl.static_range(0, width, some):
         at = first + tl.arange(0, some)
@@ -105,13 +135,14 @@ def transformed_keys(tokens, slab, number, table, slots, turn, R: tl.constexpr, 
 @triton.jit
 def searched_values(tokens, slab, R: tl.constexpr, V: tl.constexpr):
     """Returns how many values were replaced."""
-    base, base16 = slab
+    base, _ = slab
     channel = tl.arange(0, R.columns)
     raw = load_channels(tokens, channel, R.head)
     real = channel < R.d
     ones = tl.where(real, 1.0, 0.0)
-    code, scale = _searched(rotated(clean(raw), V.rotated), ones * V.step, ones * (-2 * V.middle), ones)
-    tl.store(base16 + V.scale + tl.arange(0, 32), scale.to(tl.float16))
+    y = rotated(clean(raw), V.rotated)
+    code, scale = _searched(y, ones * V.step, ones * (-2 * V.middle), ones)
+    _store_scales(base + V.scale, scale)
     digits = code.to(tl.int32)
     low: tl.constexpr = R.d * V.bits // 8
     store_values(base, plane_bytes(digits & ((1 << V.bits) - 1), channel, real, low, V.bits), 0, low, V.codes)

@@ -29,7 +29,7 @@ BUDGETS: Mapping[str, Budget] = {
     for budget in (
         Budget("kvq4", 4.3, ("klt4", "polar4", "kitty2")),
         Budget("kvq3", 3.3, ("klt3", "kitty2")),
-        Budget("kvq2", 2.5, ("klt2",)),
+        Budget("kvq2", 2.4, ("klt2",)),
     )
 }
 RECOMMENDED = "kvq3"

@@ -13,6 +13,9 @@ struct Lanes16 {
 
   KVQ_INLINE static Reals load(const float* p) { return _mm512_loadu_ps(p); }
   KVQ_INLINE static Reals load_halves(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+  KVQ_INLINE static Reals load_scales(const void* p) {
+    return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), kvq::SCALE_SHIFT));
+  }
   KVQ_INLINE static Ints load_bytes(const void* p) { return _mm512_loadu_si512(p); }
 
   KVQ_INLINE static Ints load_plane(const uint8_t* p, int64_t c, int64_t stride) {
@@ -47,6 +50,7 @@ struct Lanes16 {
   KVQ_INLINE static Reals load_halves(const void* p, Attended lanes) {
     return _mm512_maskz_cvtph_ps(lanes, _mm256_loadu_si256((const __m256i*)p));
   }
+  KVQ_INLINE static Reals only(Attended lanes, Reals x) { return _mm512_maskz_mov_ps(lanes, x); }
 
   KVQ_INLINE static Reals all(float x) { return _mm512_set1_ps(x); }
   KVQ_INLINE static Ints all8(int x) { return _mm512_set1_epi8(char(x)); }

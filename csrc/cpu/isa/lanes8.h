@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "../layout.h"
 #include "unroll.h"
 
 namespace {
@@ -27,6 +28,10 @@ struct Lanes8 {
 
   KVQ_INLINE static Reals load(const float* p) { return _mm256_loadu_ps(p); }
   KVQ_INLINE static Reals load_halves(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+  // scales of one byte (formats/parts/scales.py)
+  KVQ_INLINE static Reals load_scales(const void* p) {
+    return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p)), kvq::SCALE_SHIFT));
+  }
   KVQ_INLINE static Ints load_bytes(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
   KVQ_INLINE static Ints twice(const uint8_t* p) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
@@ -62,8 +67,9 @@ struct Lanes8 {
     return load_bytes(UP.of + SLAB_TOKENS - low + first) & load_bytes(DOWN.of + SLAB_TOKENS - high + first);
   }
   KVQ_INLINE static Reals load_halves(const void* p, Attended lanes) {
-    return _mm256_and_ps(load_halves(p), _mm256_castsi256_ps(lanes));
+    return only(lanes, load_halves(p));
   }
+  KVQ_INLINE static Reals only(Attended lanes, Reals x) { return _mm256_and_ps(x, _mm256_castsi256_ps(lanes)); }
 
   KVQ_INLINE static Reals all(float x) { return _mm256_set1_ps(x); }
   KVQ_INLINE static Ints all8(int x) { return _mm256_set1_epi8(char(x)); }

@@ -46,6 +46,11 @@ inline void read_halves(const uint8_t* from, int count, float* to) {
   }
 }
 
+// The scales of a slab's tokens (formats/parts/scales.py).
+inline void read_scales(const uint8_t* from, float* to) {
+  for (int t = 0; t < SLAB; ++t) to[t] = half_to_float(uint16_t(from[t] << SCALE_SHIFT));
+}
+
 inline void read_raw(const uint8_t* from, Dtype dtype, int count, float* to) {
   if (dtype == Dtype::f32) {
     std::memcpy(to, from, 4 * size_t(count));
@@ -269,7 +274,7 @@ inline void unpack_hybrid_values(const Layout& l, const Slab& slab, float* v) {
 inline void unpack_searched_values(const Layout& l, const Slab& slab, float* v) {
   const int d = int(l.d), low = int(low_value_bits(l));
   float scale[SLAB];
-  read_halves(slab.data + l.v_scale, SLAB, scale);
+  read_scales(slab.data + l.v_scale, scale);
   unpack_value_codes(slab.data + l.v_codes, d, low, [&](int t, int c, Ints code, int count) {
     store_some(v + t * d + c, to_floats(code), count);
   });

@@ -27,6 +27,7 @@ from vllm_kvq.eval.tasks.samples import texts
 from vllm_kvq.formats.constants import grouped
 from vllm_kvq.formats.methods.klt import DIGIT, Transform
 from vllm_kvq.formats.parts.planes import SLAB
+from vllm_kvq.formats.parts.scales import scale_of
 from vllm_kvq.formats.parts.search import levels, searched, widths
 
 PROG = "python -m proof spectrum"
@@ -81,8 +82,8 @@ class Errors:
         y = (key - t.turning.phases(slab) @ t.mean) @ t.forward
         channels, scores = [], []
         for step, most in (widths(torch.full(y.shape[-1:], BITS)), (t.step, t.most)):
-            codes, scale = searched(y, step, most, t.weight)
-            wrong = levels(codes, step, most) * scale - y
+            codes, byte = searched(y, step, most, t.weight)
+            wrong = levels(codes, step, most) * scale_of(byte) - y
             channels.append((wrong.square() * t.weight).sum(1))
             scores.append(squares(query, wrong @ t.backward))
         return cls(torch.stack(channels), torch.stack(scores), squares(query, key - key.mean(1, keepdim=True)))

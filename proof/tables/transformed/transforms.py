@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 
 from proof.tables.transformed.fitted import fitted
-from proof.tables.transformed.scales import in_eight_bits, not_fitted
+from proof.tables.transformed.scales import FLOAT16
 from vllm_kvq import console
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.constants import calibration_texts
@@ -104,9 +104,8 @@ ROWS = (
     *(Row(f"klt{bits}", name=f"klt{bits}", keys_only=False) for bits in (2, 3, 4)),
     *(Row(f"klt3, values of {bits} bits", {"searched_bits": bits}, keys_only=False) for bits in (2, 4)),
     *(
-        Row(f"klt{bits}, {about}", changed={"searched": scales}, name=f"klt{bits}", keys_only=False)
+        Row(f"klt{bits}, scales of two bytes", changed=FLOAT16, name=f"klt{bits}", keys_only=False)
         for bits in (2, 3, 4)
-        for about, scales in (("scales not fitted", not_fitted), ("scales of 8 bits", in_eight_bits))
     ),
 )
 

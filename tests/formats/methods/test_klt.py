@@ -15,6 +15,7 @@ from vllm_kvq.formats.methods.klt import ERROR, RATE, REGULAR, SHORTEST, Searche
 from vllm_kvq.formats.parts.quant import LIMIT
 from vllm_kvq.formats.parts.rope import Rope
 from vllm_kvq.formats.parts.rotation import hadamard
+from vllm_kvq.formats.parts.scales import LARGEST, around, scale_of
 from vllm_kvq.formats.parts.search import FACTORS, HALF_WIDTH, levels, searched, widths
 from vllm_kvq.formats.roundtrip import roundtrip
 
@@ -211,7 +212,7 @@ def test_pages_hold_the_formula(name: str) -> None:
     mean, _, digits, forward, backward = (x.double() for x in parts(page))
     x = text.key[:32, 0]
     fields = page.keys.pack((x - mean.float())[None], None) | {"position": torch.tensor([0])}
-    scale = fields["k_scale"].half()
+    scale = scale_of(fields["k_scale"])
     read = page.keys.unpack(fields)[0]
     t = 17
     y = forward @ (x[t].double() - mean)
@@ -251,16 +252,15 @@ def test_scales_harm_scores_least(name: str) -> None:
     fields = page.keys.pack((x - mean)[None], None) | {"position": torch.tensor([0])}
     y, read = (x - mean) @ forward.mT, (page.keys.unpack(fields)[0] - mean) @ forward.mT
     step, most = widths(2 * digits)
-    rms = y[:, most > 0].square().mean(-1, keepdim=True).sqrt()
     tried = []
-    for factor in FACTORS:
-        scale = (rms * factor).half().float()
+    for byte in range(1, LARGEST + 1):
+        scale = scale_of(torch.tensor(byte, dtype=torch.uint8))
         codes = (y / (scale * step.clamp_min(1e-9)) + most / 2).round().clamp_min(0).minimum(most)
         tried.append(((levels(codes, step, most) * scale - y) * s).square().sum(-1))
     found = ((read - y) * s).square().sum(-1)
-    least = torch.stack(tried).amin(0)
-    assert (found < 1.01 * least).all()
-    assert found.sum() < 0.98 * least.sum()
+    ordered = torch.stack(tried).sort(0).values
+    assert (found < 1.01 * ordered[3]).float().mean() > 0.8
+    assert found.sum() < 1.15 * ordered[0].sum()
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -275,34 +275,37 @@ def test_values_are_those_of_the_nearest_levels(bits: int) -> None:
     }[bits]
     y, read = (v[0] @ hadamard(64) / 8 for v in (x, codec.unpack(fields)))
     step, most = widths(torch.tensor(bits))
-    scale = fields["v_scale"].float().flatten()[:, None]
+    scale = scale_of(fields["v_scale"]).flatten()[:, None]
     every = levels(torch.arange(2**bits).float(), step, most) * scale
     nearest = (y[..., None] - every[:, None]).abs().amin(-1)
     assert torch.allclose((read - y).abs(), nearest, rtol=1e-3, atol=1e-5)
 
 
-def test_the_scale_is_better_than_all_that_are_tried() -> None:
-    """It is the one that fits the best one's codes, which most often are the codes that are stored."""
+def test_the_scale_is_the_best_around_the_one_that_fits() -> None:
+    """It fits the codes of the best factor of the root mean square of what is stored."""
     y = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
     y[:, 3] *= 9
     weight = torch.rand(32, generator=torch.Generator().manual_seed(1))
     step, most = widths(torch.tensor([2] * 16 + [4] * 12 + [0] * 4))
     y[:, 28:] *= 3
-    codes, scale = searched(y, step, most, weight)
+    codes, byte = searched(y, step, most, weight)
+
+    def codes_at(a: torch.Tensor) -> torch.Tensor:
+        return (y / (a * step.clamp_min(1e-9)) + most / 2).round().clamp_min(0).minimum(most)
 
     def error(a: torch.Tensor) -> torch.Tensor:
-        z = (y / (a * step.clamp_min(1e-9)) + most / 2).round().clamp_min(0).minimum(most)
-        return ((levels(z, step, most) * a - y).square() * weight).sum(-1)
+        return ((levels(codes_at(a), step, most) * a - y).square() * weight).sum(-1)
 
-    found = ((levels(codes, step, most) * scale - y).square() * weight).sum(-1)
     rms = y[:, :28].square().mean(-1, keepdim=True).sqrt()
-    tried = torch.stack([error((rms * factor).half().float()) for factor in FACTORS])
-    assert (found < 1.00001 * tried.amin(0)).all()
-    assert found.sum() < tried.amin(0).sum()
-    level = levels(codes, step, most)
+    factors = torch.stack([error((rms * factor).half().float()) for factor in FACTORS]).argmin(0)
+    level = levels(codes_at((rms[:, 0] * torch.tensor(FACTORS)[factors])[:, None]), step, most)
     fitted = (y * level * weight).sum(-1) / (level.square() * weight).sum(-1)
-    assert ((scale[:, 0] / fitted - 1).abs() < 1e-3).float().mean() > 0.5
-    assert len(set(tried.argmin(0).tolist())) > 3
+    near = torch.stack(around(fitted))
+    errors = torch.stack([error(scale_of(some)[:, None]) for some in near])
+    assert torch.equal(byte[:, 0], near.gather(0, errors.argmin(0, keepdim=True))[0])
+    assert torch.equal(codes, codes_at(scale_of(byte)))
+    assert len(set(factors.tolist())) > 3
+    assert len(set(errors.argmin(0).tolist())) == 4
     assert (codes[:, 28:] == 0).all()
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from proof.tables.transformed.scales import in_eight_bits, not_fitted
+from proof.tables.transformed.scales import FLOAT16
 from proof.tables.transformed.transforms import ROWS, Row, alike, documentation, first, in_sixteens
 from vllm_kvq.eval.heads.capture import Captured, Layer
+from vllm_kvq.formats import Geometry, get_format
 from vllm_kvq.formats.methods import klt
+from vllm_kvq.formats.parts.scales import scale_of
 from vllm_kvq.formats.parts.search import levels, searched, widths
 
 VARIANCE = torch.logspace(0, -4, 64)[torch.randperm(64, generator=torch.Generator().manual_seed(0))].tolist()
@@ -54,8 +56,8 @@ def test_fitted_to_some_of_the_texts(calibrate: object, wanted: list[int]) -> No
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_other_scales(bits: int) -> None:
-    """No token has less error with a factor's own scale than with the one that fits; 8 bits are in between."""
+def test_scales_of_two_bytes(bits: int) -> None:
+    """They are hardly better than those of one byte, of which the best one around is taken."""
     generator = torch.Generator().manual_seed(bits)
     y = torch.randn(256, 2, 64, generator=generator) * torch.rand(256, 2, 1, generator=generator)
     y[..., 5] *= 5
@@ -63,11 +65,21 @@ def test_other_scales(bits: int) -> None:
     step, most = widths(torch.full((64,), bits))
 
     def error(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return ((levels(codes, step, most) * scale - y).square() * weight).sum(-1)
+        return ((levels(codes, step, most) * scale - y).square() * weight).sum()
 
-    found, before = (error(*how(y, step, most, weight)) for how in (searched, not_fitted))
-    assert (found <= before).all()
-    assert found.sum() < 0.998 * before.sum()
-    codes, scale = in_eight_bits(y, step, most, weight)
-    assert (scale.half().view(torch.int16) & 0x7F == 0).all()
-    assert found.sum() < error(codes, scale).sum() < before.sum()
+    codes, byte = searched(y, step, most, weight)
+    of_one = error(codes, scale_of(byte))
+    assert 0.98 * of_one < error(*FLOAT16["searched"](y, step, most, weight)) < 1.02 * of_one
+
+
+def test_scales_of_two_bytes_are_stored() -> None:
+    row = next(row for row in ROWS if row.about == "klt2, scales of two bytes")
+    x = torch.randn(1, 32, 64, generator=torch.Generator().manual_seed(0))
+    with row.planted():
+        page = get_format("klt2").bind(Geometry(64, 64))
+        stored = {f.name: f.dtype for f in page.slab_region.fields if "scale" in f.name}
+        fields = page.values.pack(x, None)
+        read = page.values.unpack(fields)
+    assert stored == {"k_scale": torch.float16, "v_scale": torch.float16}
+    assert fields["v_scale"].dtype == torch.float32
+    assert (read - x).norm() < 0.4 * x.norm()

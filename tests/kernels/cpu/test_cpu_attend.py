@@ -235,6 +235,8 @@ def test_half_precision_queries(dtype: torch.dtype) -> None:
         ("polar4", {"pairing": "interleaved"}),
         ("klt2", {"key_rate": 1.0, "searched_bits": 4}),
         ("klt2", {"key_rate": 5.0, "searched_bits": 3}),
+        ("klt2", {"values": "token"}),
+        ("kitty2", {"values": "searched", "searched_bits": 3}),
         ("kivi2", {"value_rotation": "hadamard"}),
         ("kitty2", {"boost": "eighth"}),
         ("kitty2", {"boost": "half"}),

@@ -11,16 +11,16 @@ the queries that read them:
 
     q . k' = q . mu + a sum_c (s T^-T q)_c level(code_c)
 
-So a kernel transforms a query once per step, and reads codes and one number per token. A channel has 0, 2, 4 or 6 bits:
+So a kernel transforms a query once per step, and reads codes and one byte per token. A channel has 0, 2, 4 or 6 bits:
 0 to 3 digits in base 4, code = sum_j 4^j digit_j. Each digit is a code of 2 bits in a slot of its own, and the query's
 number for the slot is the channel's times 4^j. To a kernel all heads thus have the same number of slots of 2 bits,
 whatever their allocation. Slots with the highest digits come first in the order in which kernels read them, because
 queries in fixed point have one unit for each j.
 
-Slab of the keys (32 tokens; d = 128, 3 bits): 1600 bytes, 3.125 bits per element
+Slab of the keys (32 tokens; d = 128, 3 bits): 1568 bytes, 3.0625 bits per element
 
     k_codes  u8   [slots / 16 quads][32][4]   1536   slots = d bits / 2; plane-quad like all key codes
-    k_scale  f16  [32]                          64
+    k_scale  u8   [32]                          32   parts/scales.py
 
 Values are `SearchedValues`: their covariance says little about the next text's, so they are only mixed and scaled.
 
@@ -28,7 +28,7 @@ Values are `SearchedValues`: their covariance says little about the next text's,
 
     v_codes  u8   [8 token quads][d b / 8][4]   1024   b = 2 (low bits if b = 3) or 4; d = 128, b = 2
     v_high   u8   [8 token quads][d / 8][4]      512   only if b = 3: the highest bits
-    v_scale  f16  [32]                            64
+    v_scale  u8   [32]                            32   in the same line as k_scale
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from vllm_kvq.formats.parts.planes import (
 )
 from vllm_kvq.formats.parts.quant import LIMIT
 from vllm_kvq.formats.parts.rotation import block, hadamard
+from vllm_kvq.formats.parts.scales import scale_field, scale_of
 from vllm_kvq.formats.parts.search import levels, searched, widths
 from vllm_kvq.formats.parts.turning import Turning
 from vllm_kvq.formats.table import Format
@@ -208,7 +209,7 @@ class TransformedKeys(KeyCodec):
     def slab_fields(self) -> tuple[Field, ...]:
         return (
             Field("k_codes", torch.uint8, key_code_shape(self.slots, DIGIT)),
-            Field("k_scale", torch.float16, (SLAB,)),
+            scale_field("k_scale"),
         )
 
     @property
@@ -257,7 +258,7 @@ class TransformedKeys(KeyCodec):
 
     def _read(self, fields: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         """(U, T, slots) codes and (U, T, 1) scales."""
-        scale = fields["k_scale"].float().flatten(1, 2).unsqueeze(-1)
+        scale = scale_of(fields["k_scale"]).flatten(1, 2).unsqueeze(-1)
         return unpack_keys(fields["k_codes"], DIGIT).flatten(1, 2).float(), scale
 
 
@@ -275,7 +276,7 @@ class SearchedValues(ValueCodec):
     def slab_fields(self) -> tuple[Field, ...]:
         codes = Field("v_codes", torch.uint8, value_code_shape(self.d, self.low))
         high = Field("v_high", torch.uint8, value_code_shape(self.d, 1))
-        return (codes, *((high,) if self.bits > self.low else ()), Field("v_scale", torch.float16, (SLAB,)))
+        return (codes, *((high,) if self.bits > self.low else ()), scale_field("v_scale"))
 
     def _mixing(self, device: torch.device) -> torch.Tensor:
         return hadamard(self.d).to(device)
@@ -297,7 +298,7 @@ class SearchedValues(ValueCodec):
         codes = unpack_values(fields["v_codes"], self.low)
         if self.bits > self.low:
             codes = codes | unpack_values(fields["v_high"], 1) << self.low
-        scale = fields["v_scale"].float().unsqueeze(-1)
+        scale = scale_of(fields["v_scale"]).unsqueeze(-1)
         y = (levels(codes.float(), *self._widths(codes.device)) * scale).flatten(1, 2)
         return (y @ self._mixing(y.device) * block(self.d) ** 0.5).clamp(-LIMIT, LIMIT)
 

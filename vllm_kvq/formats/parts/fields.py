@@ -2,7 +2,7 @@
 
 A codec says *what* it stores as a tuple of `Field`s; only this module decides *where* the bytes lie.
 Every field starts on a 64-byte boundary (one cache line, one AVX-512 register), so that a kernel never has to
-split a load, and a codec never has to know its neighbours.
+split a load, and a codec never has to know its neighbours. Only fields of at most half a line share one, two by two.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Region:
-    """Fields laid out one after the other, each on its own 64-byte boundary."""
+    """Fields laid out one after the other; of two short ones, the second lies in the line of the first."""
 
     fields: tuple[Field, ...]
     offsets: tuple[int, ...]
@@ -49,9 +49,15 @@ class Region:
         names = [f.name for f in fields]
         if len(set(names)) != len(names):
             raise ValueError(f"duplicate field names: {names}")
-        offsets, end = [], 0
+        offsets, end, gap = [], 0, None
         for f in fields:
+            short = f.nbytes <= ALIGN // 2
+            if short and gap is not None:
+                offsets.append(gap)
+                gap = None
+                continue
             offsets.append(end)
+            gap = end + ALIGN // 2 if short else gap
             end = round_up(end + f.nbytes, ALIGN)
         return cls(fields, tuple(offsets), end)
 

@@ -28,7 +28,7 @@ from vllm_kvq.formats.methods.polar import PaperPolarKeys, PolarKeys, ThirdBit
 from vllm_kvq.formats.methods.qjl import OneSketchKeys, SketchKeys
 from vllm_kvq.formats.methods.squat import BoostedSQuatKeys, SQuatKeys, WideSubspace
 from vllm_kvq.formats.methods.values import RawValues, Rotated, TokenValues
-from vllm_kvq.formats.parts import quant, turning
+from vllm_kvq.formats.parts import quant, scales, turning
 from vllm_kvq.formats.parts.search import widths
 from vllm_kvq.formats.variant import Fitted, variant
 from vllm_kvq.kernels.cpu import transformed
@@ -43,6 +43,9 @@ NUMBERS = {
     "FLAGS_AT": page.FLAGS_AT,
     "SIDE_MAGIC": SIDE_MAGIC,
     "LIMIT": int(quant.LIMIT),
+    "SCALE_SHIFT": scales.SHIFT,
+    "LARGEST_SCALE": scales.LARGEST,
+    "SCALES_AROUND": scales.AROUND,
     "FINE": turning.FINE,
     "COARSE": turning.COARSE,
 }

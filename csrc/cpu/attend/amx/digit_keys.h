@@ -94,7 +94,6 @@ struct DigitKeys {
   }
 
   static void finish(Task& task, const Slab& slab, const Work& work, int s) {
-    const uint8_t* scale = slab.data + task.layout->k_scale;
     for (int row = 0; row < task.rows; ++row) {
       float* to = task.scores + row * BLOCK + s * SLAB;
       for (int half = 0; half < 2; ++half) {
@@ -102,7 +101,8 @@ struct DigitKeys {
         for (int k = 0; k < work.digits->count; ++k)
           sum = integer::fmadd(work.sums[s % 2][k].of(row, half), L::all(work.step[row][k]), sum);
         const __m512 constant = L::all(work.constant[s][row]);
-        integer::store(to + half * TILE_ROWS, integer::fmadd(L::load_halves(scale + 32 * half), sum, constant));
+        const __m512 scale = L::load_scales(slab.data + task.layout->k_scale + half * TILE_ROWS);
+        integer::store(to + half * TILE_ROWS, integer::fmadd(scale, sum, constant));
       }
     }
   }

@@ -32,7 +32,7 @@ inline void rebuild(const Layout& l, const Constants& constants, const Slab& sla
   using namespace tiles;
   const int d = int(l.d);
   float scale[SLAB], mean[LARGEST_HEAD];
-  float32::read_halves(slab.data + l.k_scale, SLAB, scale);
+  float32::read_scales(slab.data + l.k_scale, scale);
   float32::slab_mean(l, constants, slab, mean);
   float32::unpack_levels(l, constants, slab, level);
   put_keys(level, d, factors);

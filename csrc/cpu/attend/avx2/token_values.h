@@ -128,15 +128,20 @@ struct TokenValues : TokenProducts<BITS> {
     return L::load_halves(p + 2 * WIDTH * v, work.attended[s * PER_SLAB + v]);
   }
 
+  // The scales of group g in vector v of slab s; searched ones are bytes.
+  KVQ_INLINE static Reals scales(const Layout& l, const Slab* slabs, int s, int v, int g, const Work& work) {
+    const uint8_t* p = slabs[s].data + l.v_scale;
+    if (SEARCHED)
+      return L::only(work.attended[s * PER_SLAB + v], L::load_scales(p + WIDTH * v));
+    return parameters(p + g * SLAB * 2, s, v, work);
+  }
+
   static void find_widest(const Layout& l, const Slab* slabs, int count, int groups, Work& work) {
     for (int s = 0; s < count; ++s) {
-      const uint8_t* p = slabs[s].data + l.v_scale;
       Reals widest[PER_SLAB];
-      unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA { widest[v] = parameters(p, s, v, work); });
-      for (int g = 1; g < groups; ++g) {
-        p += SLAB * 2;
-        unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA { widest[v] = maximum(widest[v], parameters(p, s, v, work)); });
-      }
+      unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA { widest[v] = scales(l, slabs, s, v, 0, work); });
+      for (int g = 1; g < groups; ++g)
+        unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA { widest[v] = maximum(widest[v], scales(l, slabs, s, v, g, work)); });
       unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA { store(work.widest + s * SLAB + WIDTH * v, widest[v]); });
     }
   }
@@ -172,14 +177,13 @@ struct TokenValues : TokenProducts<BITS> {
     unroll<4>([&](auto r) KVQ_LAMBDA { zeros[r] = Reals{}; });
     for (int s = 0; s < count; ++s) {
       const int t = s * SLAB;
-      const uint8_t* data = slabs[s].data + g * SLAB * 2;
       Reals scale[PER_SLAB], zero[PER_SLAB];
       unroll<PER_SLAB>([&](auto v) KVQ_LAMBDA {
-        scale[v] = parameters(data + l.v_scale, s, v, work);
+        scale[v] = scales(l, slabs, s, v, g, work);
         if constexpr (SEARCHED)
           zero[v] = scale[v] * L::all(MIDDLE);
         else
-          zero[v] = parameters(data + l.v_zero, s, v, work);
+          zero[v] = parameters(slabs[s].data + l.v_zero + g * SLAB * 2, s, v, work);
       });
       unroll<R>([&](auto r) KVQ_LAMBDA {
         Reals x[PER_SLAB];

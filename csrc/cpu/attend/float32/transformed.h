@@ -45,7 +45,7 @@ inline void unpack_levels(const Layout& l, const Constants& constants, const Sla
 // What a slab's codes say: scale (code - most / 2), [d][32].
 inline void unpack_transformed(const Layout& l, const Constants& constants, const Slab& slab, float* level) {
   float scale[SLAB];
-  read_halves(slab.data + l.k_scale, SLAB, scale);
+  read_scales(slab.data + l.k_scale, scale);
   unpack_levels(l, constants, slab, level);
   for (int64_t c = 0; c < l.d; ++c)
     for (int t = 0; t < SLAB; t += LANES) store(level + c * SLAB + t, load(level + c * SLAB + t) * load(scale + t));

@@ -55,7 +55,7 @@ struct TransformedKeys {
         const Reals before = k ? L::load(score) : L::all(work.middle[row + r]);
         Reals sum = fmadd(s, L::all(work.step[row + r][k]), before);
         if (k + 1 == work.digits.count)
-          sum = fmadd(L::load_halves(slab.data + l.k_scale + 2 * token), sum, L::all(work.constant[row + r]));
+          sum = fmadd(L::load_scales(slab.data + l.k_scale + token), sum, L::all(work.constant[row + r]));
         store(score, sum);
       };
       dot_words<ROW, PLANE, 2, R>(slab.data + l.k_codes + 128 * first, words, (words + parts - 1) / parts,

@@ -29,6 +29,13 @@ struct TokenWeights {
     return _mm512_maskz_cvtph_ps(attended, _mm256_loadu_si256((const __m256i*)p));
   }
 
+  // The scales of group g of a slab's tokens, from one of the vectors on; searched ones are bytes.
+  KVQ_INLINE static __m512 scales(const Layout& l, const uint8_t* slab, int vector, int g, __mmask16 attended) {
+    const uint8_t* p = slab + l.v_scale;
+    if (SEARCHED) return L::only(attended, L::load_scales(p + 16 * vector));
+    return parameters(p + g * SLAB * 2 + 32 * vector, attended);
+  }
+
   static void find_attended(const Slab* slabs, int count, __mmask16* attended) {
     attended_tokens(slabs, count, attended);
     if (count % 2) attended[2 * count] = attended[2 * count + 1] = 0;
@@ -38,13 +45,12 @@ struct TokenWeights {
   static void find_widest(const Layout& l, const Slab* slabs, int count, int groups, const __mmask16* attended,
                           float* widest) {
     for (int s = 0; s < count; ++s) {
-      const uint8_t* p = slabs[s].data + l.v_scale;
+      const uint8_t* p = slabs[s].data;
       const __mmask16 first = attended[2 * s], second = attended[2 * s + 1];
-      __m512 largest[2] = {parameters(p, first), parameters(p + 32, second)};
+      __m512 largest[2] = {scales(l, p, 0, 0, first), scales(l, p, 1, 0, second)};
       for (int g = 1; g < groups; ++g) {
-        p += SLAB * 2;
-        largest[0] = _mm512_max_ps(largest[0], parameters(p, first));
-        largest[1] = _mm512_max_ps(largest[1], parameters(p + 32, second));
+        largest[0] = _mm512_max_ps(largest[0], scales(l, p, 0, g, first));
+        largest[1] = _mm512_max_ps(largest[1], scales(l, p, 1, g, second));
       }
       _mm512_store_ps(widest + s * SLAB, largest[0]);
       _mm512_store_ps(widest + s * SLAB + 16, largest[1]);
@@ -85,14 +91,14 @@ struct TokenWeights {
     for (int s = 0; s < count; s += 2) {
       const int t = s * SLAB;
       // without a second slab nothing of it is attended
-      const uint8_t* data[2] = {slabs[s].data + g * SLAB * 2, slabs[s + 1 < count ? s + 1 : s].data + g * SLAB * 2};
+      const uint8_t* data[2] = {slabs[s].data, slabs[s + 1 < count ? s + 1 : s].data};
       __m512 scale[4], zero[4];
       unroll<4>([&](auto v) KVQ_LAMBDA {
-        scale[v] = parameters(data[v / 2] + l.v_scale + v % 2 * 32, attended[2 * s + v]);
+        scale[v] = scales(l, data[v / 2], v % 2, g, attended[2 * s + v]);
         if constexpr (SEARCHED)
           zero[v] = _mm512_mul_ps(scale[v], _mm512_set1_ps(MIDDLE));
         else
-          zero[v] = parameters(data[v / 2] + l.v_zero + v % 2 * 32, attended[2 * s + v]);
+          zero[v] = parameters(data[v / 2] + l.v_zero + g * SLAB * 2 + v % 2 * 32, attended[2 * s + v]);
       });
       unroll<R>([&](auto r) KVQ_LAMBDA {
         __m512 x[4];

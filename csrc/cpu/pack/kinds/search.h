@@ -8,9 +8,8 @@
 namespace {
 namespace float32 {
 
-constexpr int FACTORS = 10, PLACES = 16;  // whole vectors
-constexpr float FACTOR[PLACES] = {0.7f, 0.81f, 0.94f, 1.08f, 1.25f, 1.45f, 1.7f, 2.0f, 2.6f, 4.0f, 1, 1, 1, 1, 1, 1};
-static_assert(PLACES % LANES == 0);
+constexpr int FACTORS = 8;
+constexpr float FACTOR[FACTORS] = {0.75f, 0.88f, 1.03f, 1.2f, 1.45f, 1.8f, 2.4f, 3.6f};
 constexpr float LEAST = 1e-30f;
 
 // By channel: the step, the largest code (0: not stored), and the weight of an error.
@@ -18,57 +17,91 @@ struct Levels {
   const float *step, *most, *weight;
 };
 
+// What a token is searched for: y, and y by the step.
+struct Searched {
+  const Levels& levels;
+  const float *y, *steps;
+  int64_t d;
+};
+
 // x: y by the step and by the scale
 inline Floats searched_code(Floats x, Floats half, Floats most) { return nearest(min(max(x + half, Floats{}), most)); }
 
-// The scale of a token's y, and codes for it. Each channel's numbers are read once, for all factors.
-inline float searched(const float* y, int64_t d, const Levels& levels, int32_t* codes) {
+// The errors with N scales. Each channel's numbers are read once, for all of them.
+template <int N>
+inline void scale_errors(const Searched& token, const float* scale, float* error) {
+  float inverse[N];
+  for (int i = 0; i < N; ++i) inverse[i] = 1.0f / scale[i];
+  Floats errors[N] = {};
+  for (int64_t c = 0; c < token.d; c += LANES) {
+    const Floats step = load(token.levels.step + c), most = load(token.levels.most + c), half = most / 2.0f;
+    const Floats weight = load(token.levels.weight + c), y = load(token.y + c), x = load(token.steps + c);
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) {
+      const Floats e = (searched_code(x * inverse[i], half, most) - half) * step * scale[i] - y;
+      errors[i] += e * e * weight;
+    }
+  }
+  for (int i = 0; i < N; ++i) error[i] = sum(errors[i]);
+}
+
+// The scale that fits the codes with `scale` best.
+inline float fitted_scale(const Searched& token, float scale) {
+  const float by = 1.0f / scale;
+  Floats seen{}, size{};
+  for (int64_t c = 0; c < token.d; c += LANES) {
+    const Floats step = load(token.levels.step + c), most = load(token.levels.most + c), half = most / 2.0f;
+    const Floats level = (searched_code(load(token.steps + c) * by, half, most) - half) * step;
+    const Floats weighed = level * load(token.levels.weight + c);
+    seen += load(token.y + c) * weighed;
+    size += level * weighed;
+  }
+  return sum(seen) / __builtin_fmaxf(sum(size), LEAST);
+}
+
+inline float scale_of(int byte) { return half_to_float(uint16_t(byte << SCALE_SHIFT)); }
+
+// The byte of the first of four scales around x (formats/parts/scales.py).
+inline int first_around(float x) {
+  const int first = (float_to_half(__builtin_fmaxf(x, 0.0f)) >> SCALE_SHIFT) - 1, last = LARGEST_SCALE - SCALES_AROUND + 1;
+  if (first < 1) return 1;
+  return first < last ? first : last;
+}
+
+inline int least(const float* error, int count) {
+  int best = 0;
+  for (int i = 1; i < count; ++i)
+    if (error[i] < error[best]) best = i;
+  return best;
+}
+
+// The byte of a token's scale, and codes for it.
+inline uint8_t searched(const float* y, int64_t d, const Levels& levels, int32_t* codes) {
+  float steps[LARGEST_HEAD], tried[FACTORS], error[FACTORS];
   Floats squares{}, stored{};
   for (int64_t c = 0; c < d; c += LANES) {
     const Ints kept = Ints(load(levels.most + c) > 0.0f);
     squares += kept ? load(y + c) * load(y + c) : Floats{};
     stored += kept ? splat(1.0f) : Floats{};
+    store(steps + c, load(y + c) / max(load(levels.step + c), splat(1e-9f)));
   }
+  const Searched token{levels, y, steps, d};
   const float rms = __builtin_sqrtf(sum(squares) / sum(stored));
-  float scale[PLACES], inverse[PLACES], steps[LARGEST_HEAD];  // steps: y / step
-  for (int f = 0; f < PLACES; f += LANES) {
-    const Floats s = positive_half(load(FACTOR + f) * rms);
-    store(scale + f, s);
-    store(inverse + f, 1.0f / s);
-  }
-  Floats errors[FACTORS] = {};
-  for (int64_t c = 0; c < d; c += LANES) {
-    const Floats step = load(levels.step + c), most = load(levels.most + c), half = most / 2.0f, v = load(y + c);
-    const Floats weight = load(levels.weight + c), x = v / max(step, splat(1e-9f));
-    store(steps + c, x);
-#pragma GCC unroll 10
-    for (int f = 0; f < FACTORS; ++f) {
-      const Floats e = (searched_code(x * inverse[f], half, most) - half) * step * scale[f] - v;
-      errors[f] += e * e * weight;
-    }
-  }
-  int best = 0;
-  float least = sum(errors[0]);
-  for (int f = 1; f < FACTORS; ++f)
-    if (const float error = sum(errors[f]); error < least) {
-      least = error;
-      best = f;
-    }
-  Floats seen{}, size{};
-  for (int64_t c = 0; c < d; c += LANES) {
-    const Floats most = load(levels.most + c), half = most / 2.0f;
-    const Floats level = (searched_code(load(steps + c) * inverse[best], half, most) - half) * load(levels.step + c);
-    const Floats weighed = level * load(levels.weight + c);
-    seen += load(y + c) * weighed;
-    size += level * weighed;
-  }
-  const float fitted = positive_half(splat(sum(seen) / __builtin_fmaxf(sum(size), LEAST)))[0], by = 1.0f / fitted;
+  for (int f = 0; f < FACTORS; ++f)
+    tried[f] = __builtin_fmaxf(half_to_float(float_to_half(FACTOR[f] * rms)), TINY);
+  scale_errors<FACTORS>(token, tried, error);
+  const int first = first_around(fitted_scale(token, tried[least(error, FACTORS)]));
+  float around[SCALES_AROUND];
+  for (int i = 0; i < SCALES_AROUND; ++i) around[i] = scale_of(first + i);
+  scale_errors<SCALES_AROUND>(token, around, error);
+  const int best = least(error, SCALES_AROUND);
+  const float by = 1.0f / around[best];
   for (int64_t c = 0; c < d; c += LANES) {
     const Floats most = load(levels.most + c);
     const Ints code = to_ints(searched_code(load(steps + c) * by, most / 2.0f, most));
     std::memcpy(codes + c, &code, sizeof code);
   }
-  return fitted;
+  return uint8_t(first + best);
 }
 
 // `work` holds codes [32][d] and v H / sqrt(b), [32][d].
@@ -76,15 +109,15 @@ inline void pack_searched_values(const Layout& l, const float* value, uint8_t* s
   const int64_t d = l.d, low = low_value_bits(l);
   int32_t* codes = reinterpret_cast<int32_t*>(work);
   float* rotated = reinterpret_cast<float*>(codes + SLAB * d);
-  float step[LARGEST_HEAD], most[LARGEST_HEAD], weight[LARGEST_HEAD], scale[SLAB];
+  float step[LARGEST_HEAD], most[LARGEST_HEAD], weight[LARGEST_HEAD];
   for (int64_t c = 0; c < d; ++c) {
     step[c] = float(l.value_step);
     most[c] = float((1 << l.value_bits) - 1);
     weight[c] = 1;
   }
   rotate_values(value, d, rotated);
+  uint8_t* scale = slab + l.v_scale;
   for (int t = 0; t < SLAB; ++t) scale[t] = searched(rotated + t * d, d, {step, most, weight}, codes + t * d);
-  for (int t = 0; t < SLAB; t += LANES) store_halves(slab + l.v_scale + 2 * t, load(scale + t));
   if (l.value_bits > low) {
     int32_t* high = reinterpret_cast<int32_t*>(rotated);
     for (int64_t i = 0; i < SLAB * d; ++i) {

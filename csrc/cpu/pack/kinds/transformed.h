@@ -25,13 +25,12 @@ inline void pack_transformed(const PackUnit& u) {
   for (int t = 0; t < SLAB; ++t)
     for (int64_t c = 0; c < d; c += LANES) store(centred + t * d + c, load(u.key + t * d + c) - load(mean + c));
   for (int64_t j = 0; j < d; j += SLAB) multiply(centred, d, SLAB, d, u.constants->forward + j * d, SLAB, y + j, d);
-  float scale[SLAB];
+  uint8_t* scale = u.slabs + l.k_scale;
   for (int t = 0; t < SLAB; ++t) {
     const int32_t* code = codes + t * d;
     scale[t] = searched(y + t * d, d, {step, most, weight}, codes + t * d);
     for (int64_t i = 0; i < slots; ++i) digits[t * slots + i] = code[channel[i]] >> shift[i] & 3;
   }
-  for (int t = 0; t < SLAB; t += LANES) store_halves(u.slabs + l.k_scale + 2 * t, load(scale + t));
   put_key_codes(digits, slots, 2, u.slabs + l.k_codes);
 }
 

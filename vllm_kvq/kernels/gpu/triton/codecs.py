@@ -98,7 +98,7 @@ def _transformed_attend(fmt: PageFormat, k: TransformedKeys) -> Constants:
     plane = k.slots * DIGIT // 8
     chunk = next(c for c in STEPS if plane % c == 0)
     codes = {"bits": DIGIT, "chunk": chunk, "operands": k.slots // chunk, "codes": words(fmt, "k_codes")}
-    return codes | {"slots": k.slots, "scale": halves(fmt, "k_scale")}
+    return codes | {"slots": k.slots, "scale": words(fmt, "k_scale")}
 
 
 # -- what packing takes in addition ------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ KEYS: dict[type, KeyEntry] = {
 
 
 def _token_values(fmt: PageFormat, v: TokenValues) -> Constants:
-    return {"group": v.group, "zero": halves(fmt, "v_zero")}
+    return {"group": v.group, "scale": halves(fmt, "v_scale"), "zero": halves(fmt, "v_zero")}
 
 
 def _rotated_values(fmt: PageFormat, v: Rotated) -> Constants:
@@ -247,13 +247,14 @@ def _rotated_values(fmt: PageFormat, v: Rotated) -> Constants:
 def _searched_values(fmt: PageFormat, v: SearchedValues) -> Constants:
     step, most = (float(x) for x in widths(torch.tensor(v.bits)))
     # the one scale also stands for the zero
-    whole = {"group": v.d, "zero": halves(fmt, "v_scale"), "middle": -most / 2, "step": step}
+    scale = words(fmt, "v_scale")
+    whole = {"searched": True, "group": v.d, "scale": scale, "zero": scale, "middle": -most / 2, "step": step}
     high = {"high": words(fmt, "v_high")} if v.bits > v.low else {}
     return whole | high | {"bits": v.low, "rotated": block(v.d)}
 
 
 def _hybrid_values(fmt: PageFormat, v: HybridValues) -> Constants:
-    return {"group": GROUP, "slot": words(fmt, "v_slot")}
+    return {"group": GROUP, "scale": halves(fmt, "v_scale"), "slot": words(fmt, "v_slot")}
 
 
 VALUES: dict[type, tuple[int, Callable[[PageFormat, Any], Constants]]] = {

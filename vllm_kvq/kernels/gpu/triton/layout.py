@@ -16,7 +16,7 @@ from vllm_kvq.formats.methods.klt import SearchedValues
 from vllm_kvq.formats.methods.values import Rotated
 from vllm_kvq.formats.variant import Fitted
 from vllm_kvq.kernels.gpu.launch import MAX_ROWS, MIN_ROWS, Launch, largest_power, power_of_two
-from vllm_kvq.kernels.gpu.triton.codecs import KEYS, STATES, TILE_WARPS, VALUES, Constants, State, halves, words
+from vllm_kvq.kernels.gpu.triton.codecs import KEYS, STATES, TILE_WARPS, VALUES, Constants, State, words
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.triton_kernels.layout import Companion, Keys, Record, Values
 
@@ -60,7 +60,7 @@ def _values(fmt: PageFormat) -> Values:
     found: Constants = {"bits": v.bits, "high": 0} | of_values(fmt, v)
     planes = v.d * found["bits"] // 8, v.d // 8 if found["high"] else 0
     block = min(32, largest_power(math.gcd(*planes, found["group"])))
-    found |= {"codes": words(fmt, "v_codes"), "scale": halves(fmt, "v_scale")}
+    found |= {"codes": words(fmt, "v_codes")}
     return Values(kind, block=block, places=max(16, block), **found)
 
 
@@ -80,7 +80,7 @@ def _packed(fmt: PageFormat) -> Constants:
     keys, values = fmt.keys, fmt.values
     own = {"update": fmt.geometry.d} | KEYS[type(keys)].pack(keys)
     mode = values.mode if isinstance(values, HybridValues) else 0
-    kind = {"fitted": isinstance(values, Fitted), "searched": isinstance(values, SearchedValues), "mode": mode}
+    kind = {"fitted": isinstance(values, Fitted), "mode": mode}
     k, v = replace(known["K"], fitted=isinstance(keys, Fitted), **own), replace(known["V"], **kind)
     return known | {"K": k, "V": v}
 
