@@ -1,6 +1,7 @@
 """Records: their exact sizes, the places in them, and that writers touch only their own bytes."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from vllm_kvq.formats import FORMATS, Geometry, PageFormat
 from vllm_kvq.formats.codec import HEAD_SIZES
 from vllm_kvq.formats.page import MAGIC
-from vllm_kvq.formats.parts.fields import round_up
+from vllm_kvq.formats.parts.fields import Field, round_up
 
 HEADS = 2
 
@@ -269,22 +270,29 @@ def test_only_own_bytes_are_written(name: str) -> None:
 
 @pytest.mark.parametrize("name", PACKED)
 def test_absolute_offsets(name: str) -> None:
-    """header 64, page fields, slabs: each field on the next 64-byte boundary in the order of the codec's
-    list."""
+    """header 64, page fields, slabs: each field on the next 64-byte boundary in the order of the codec's list, but the
+    second of two short ones in the line of the first."""
     fmt = bind(name, 128, 128)
     fields = units(fmt, fmt.N // fmt.unit)
     pages = garbage(fmt, 1)
     fmt.write(pages, torch.zeros(fmt.N // fmt.unit, dtype=torch.long), torch.arange(fmt.N // fmt.unit), fields)
     record = pages[0, 1]  # head 1
     at = 64
-    for f in fmt.keys.page_fields + fmt.values.page_fields:
-        want = fields[f.name].to(f.dtype).unflatten(0, (-1, HEADS))[-1, 1]
-        assert torch.equal(record[at : at + f.nbytes], want.contiguous().flatten().view(torch.uint8)), f.name
-        at = round_up(at + f.nbytes, 64)
+
+    def check(listed: tuple[Field, ...], stored: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        nonlocal at
+        rest = None  # of a short field's line
+        for f in listed:
+            place, short = at, f.nbytes <= 32
+            if short and rest:
+                place, rest = rest, None
+            else:
+                rest = at + 32 if short else rest
+                at = round_up(at + f.nbytes, 64)
+            want = stored(fields[f.name].to(f.dtype).unflatten(0, (-1, HEADS))[:, 1])
+            assert torch.equal(record[place : place + f.nbytes], want.contiguous().flatten().view(torch.uint8)), f.name
+
+    check(fmt.keys.page_fields + fmt.values.page_fields, lambda of_units: of_units[-1])
     for slab in range(fmt.slabs):
-        for f in fmt.keys.slab_fields + fmt.values.slab_fields:
-            by_unit = fields[f.name].to(f.dtype).unflatten(0, (-1, HEADS))[:, 1].flatten(0, 1)
-            want = by_unit[slab].contiguous().flatten().view(torch.uint8)
-            assert torch.equal(record[at : at + f.nbytes], want), f.name
-            at = round_up(at + f.nbytes, 64)
+        check(fmt.keys.slab_fields + fmt.values.slab_fields, lambda of_units: of_units.flatten(0, 1)[slab])  # noqa: B023
     assert round_up(at, 128) == fmt.record_bytes

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from vllm_kvq.formats.parts import scales, search
-from vllm_kvq.triton_kernels.lang import ROUND, clean, lost, row_sum
+from vllm_kvq.triton_kernels.lang import ROUND, TINY, clean, lost, row_sum
 from vllm_kvq.triton_kernels.packing.keys import store_keys
 from vllm_kvq.triton_kernels.packing.tile import lanes, plane_bytes
-from vllm_kvq.triton_kernels.packing.values import load_channels, positive_half, store_values
+from vllm_kvq.triton_kernels.packing.values import load_channels, store_values
 from vllm_kvq.triton_kernels.rotation import rotated
 from vllm_kvq.triton_kernels.turning import mean_of
 
@@ -80,7 +80,7 @@ def _searched(y, step, most, weight):
     least = tl.full((32,), float("inf"), tl.float32)
     best = tl.full((32,), 0.0, tl.float32)
     for i in range(TRIED):  # a loop of the kernel: unrolled, it takes more registers than there are
-        scale = positive_half(rms * _factor(i))
+        scale = tl.maximum(rms * _factor(i), TINY)
         error = _error(y, scale, step, most, weight)
         better = error < least
         least, best = tl.where(better, error, least), tl.where(better, scale, best)

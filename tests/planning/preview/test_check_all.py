@@ -82,7 +82,7 @@ def test_the_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     first = suite("usual")[0]
     line = next(line for line in said.splitlines() if line.startswith(first))
-    assert line.split()[1] == f"{FORMATS[first].bits_per_element(64, 128):.2f}" == "3.31"
+    assert line.split()[1] == f"{FORMATS[first].bits_per_element(64, 128):.2f}" == "3.19"
     assert "\nbudgets      kvq4 is klt4, kvq3 is klt3, kvq2 is klt2\n" in said
     assert f"switch on    vllm serve {model} --max-model-len 1024 --kv-cache-dtype {RECOMMENDED}\n" in said
     assert f"details      vllm-kvq check {model} --max-model-len 1024 --kv-cache-dtype {RECOMMENDED}\n" in said

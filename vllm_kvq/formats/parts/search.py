@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import torch
 
-from vllm_kvq.formats.parts.quant import positive_half
+from vllm_kvq.formats.parts.quant import TINY
 from vllm_kvq.formats.parts.scales import around, scale_of
 
 HALF_WIDTH = (0.0, 0.798, 1.494, 2.05, 2.52, 3.0, 3.4)
 """By bits."""
-FACTORS = (0.75, 0.88, 1.03, 1.2, 1.45, 1.8, 2.4, 3.6)
+FACTORS = (0.8, 1.0, 1.25, 1.6, 2.2, 3.5)
 LEAST = 1e-30
 """What a fit divides by at least."""
 
@@ -54,7 +54,7 @@ def fitted(y: torch.Tensor, step: torch.Tensor, most: torch.Tensor, weight: torc
     rms = ((y.square() * stored).sum(-1, keepdim=True) / stored.sum(-1, keepdim=True)).sqrt()
     least, best = torch.full_like(rms, torch.inf), torch.zeros_like(rms)
     for factor in FACTORS:
-        scale = positive_half(rms * factor)
+        scale = (rms * factor).clamp_min(TINY)
         error = _error(y, scale, step, most, weight)
         better = error < least
         least, best = torch.where(better, error, least), torch.where(better, scale, best)

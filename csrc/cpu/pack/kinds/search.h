@@ -8,8 +8,8 @@
 namespace {
 namespace float32 {
 
-constexpr int FACTORS = 8;
-constexpr float FACTOR[FACTORS] = {0.75f, 0.88f, 1.03f, 1.2f, 1.45f, 1.8f, 2.4f, 3.6f};
+constexpr int FACTORS = 6;
+constexpr float FACTOR[FACTORS] = {0.8f, 1.0f, 1.25f, 1.6f, 2.2f, 3.5f};
 constexpr float LEAST = 1e-30f;
 
 // By channel: the step, the largest code (0: not stored), and the weight of an error.
@@ -17,28 +17,27 @@ struct Levels {
   const float *step, *most, *weight;
 };
 
-// What a token is searched for: y, and y by the step.
-struct Searched {
-  const Levels& levels;
-  const float *y, *steps;
+// A token by channel: y by the step, and the weight of an error in steps; both 0 where nothing is stored.
+struct Steps {
+  float x[LARGEST_HEAD], weight[LARGEST_HEAD];
+  const float* most;
   int64_t d;
 };
 
-// x: y by the step and by the scale
+// x: by the scale, too
 inline Floats searched_code(Floats x, Floats half, Floats most) { return nearest(min(max(x + half, Floats{}), most)); }
 
 // The errors with N scales. Each channel's numbers are read once, for all of them.
 template <int N>
-inline void scale_errors(const Searched& token, const float* scale, float* error) {
+inline void scale_errors(const Steps& token, const float* scale, float* error) {
   float inverse[N];
   for (int i = 0; i < N; ++i) inverse[i] = 1.0f / scale[i];
   Floats errors[N] = {};
   for (int64_t c = 0; c < token.d; c += LANES) {
-    const Floats step = load(token.levels.step + c), most = load(token.levels.most + c), half = most / 2.0f;
-    const Floats weight = load(token.levels.weight + c), y = load(token.y + c), x = load(token.steps + c);
+    const Floats x = load(token.x + c), weight = load(token.weight + c), most = load(token.most + c), half = most / 2.0f;
 #pragma GCC unroll 8
     for (int i = 0; i < N; ++i) {
-      const Floats e = (searched_code(x * inverse[i], half, most) - half) * step * scale[i] - y;
+      const Floats e = (searched_code(x * inverse[i], half, most) - half) * scale[i] - x;
       errors[i] += e * e * weight;
     }
   }
@@ -46,14 +45,13 @@ inline void scale_errors(const Searched& token, const float* scale, float* error
 }
 
 // The scale that fits the codes with `scale` best.
-inline float fitted_scale(const Searched& token, float scale) {
+inline float fitted_scale(const Steps& token, float scale) {
   const float by = 1.0f / scale;
   Floats seen{}, size{};
   for (int64_t c = 0; c < token.d; c += LANES) {
-    const Floats step = load(token.levels.step + c), most = load(token.levels.most + c), half = most / 2.0f;
-    const Floats level = (searched_code(load(token.steps + c) * by, half, most) - half) * step;
-    const Floats weighed = level * load(token.levels.weight + c);
-    seen += load(token.y + c) * weighed;
+    const Floats x = load(token.x + c), most = load(token.most + c), half = most / 2.0f;
+    const Floats level = searched_code(x * by, half, most) - half, weighed = level * load(token.weight + c);
+    seen += x * weighed;
     size += level * weighed;
   }
   return sum(seen) / __builtin_fmaxf(sum(size), LEAST);
@@ -77,18 +75,21 @@ inline int least(const float* error, int count) {
 
 // The byte of a token's scale, and codes for it.
 inline uint8_t searched(const float* y, int64_t d, const Levels& levels, int32_t* codes) {
-  float steps[LARGEST_HEAD], tried[FACTORS], error[FACTORS];
+  Steps token;
+  token.most = levels.most;
+  token.d = d;
   Floats squares{}, stored{};
   for (int64_t c = 0; c < d; c += LANES) {
+    const Floats step = load(levels.step + c), v = load(y + c);
     const Ints kept = Ints(load(levels.most + c) > 0.0f);
-    squares += kept ? load(y + c) * load(y + c) : Floats{};
+    squares += kept ? v * v : Floats{};
     stored += kept ? splat(1.0f) : Floats{};
-    store(steps + c, load(y + c) / max(load(levels.step + c), splat(1e-9f)));
+    store(token.x + c, kept ? v / step : Floats{});
+    store(token.weight + c, load(levels.weight + c) * step * step);
   }
-  const Searched token{levels, y, steps, d};
   const float rms = __builtin_sqrtf(sum(squares) / sum(stored));
-  for (int f = 0; f < FACTORS; ++f)
-    tried[f] = __builtin_fmaxf(half_to_float(float_to_half(FACTOR[f] * rms)), TINY);
+  float tried[FACTORS], error[FACTORS];
+  for (int f = 0; f < FACTORS; ++f) tried[f] = __builtin_fmaxf(FACTOR[f] * rms, TINY);
   scale_errors<FACTORS>(token, tried, error);
   const int first = first_around(fitted_scale(token, tried[least(error, FACTORS)]));
   float around[SCALES_AROUND];
@@ -98,7 +99,7 @@ inline uint8_t searched(const float* y, int64_t d, const Levels& levels, int32_t
   const float by = 1.0f / around[best];
   for (int64_t c = 0; c < d; c += LANES) {
     const Floats most = load(levels.most + c);
-    const Ints code = to_ints(searched_code(load(steps + c) * by, most / 2.0f, most));
+    const Ints code = to_ints(searched_code(load(token.x + c) * by, most / 2.0f, most));
     std::memcpy(codes + c, &code, sizeof code);
   }
   return uint8_t(first + best);

@@ -40,8 +40,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "a slab has the scales of the first",
         f"{KEYS}::transformed_scores",
-        "j * R.slab_words *",
-        "0 * R.slab_words *",
+        "j * R.slab_words + K.scale",
+        "0 * R.slab_words + K.scale",
         HEADS,
     ),
     _fault(
@@ -59,8 +59,24 @@ FAULTS: tuple[Fault, ...] = (
         "(1, -2).flip(0)",
         HEADS,
     ),
-    _fault("the first scale that is tried", f"{PACKING}::_searched", "error < least", "least > 3.0e38", PACK),
-    _fault("all channels weigh the same", f"{PACKING}::_searched", "off * weight[None, :]", "off", PACK),
+    _fault(
+        "the first scale that is tried",
+        f"{PACKING}::_searched",
+        "better = error < least",
+        "better = least > 3.0e38",
+        PACK,
+    ),
+    _fault(
+        "the first scale around a number", f"{PACKING}::_searched", "error < least, first + i", "error < 0, byte", PACK
+    ),
+    _fault("all channels weigh the same", f"{PACKING}::_error", "off * weight[None, :]", "off", PACK),
+    _fault(
+        "the last tokens' values have the scales of the first",
+        "triton_kernels/values.py::token_values",
+        "V.scale + 4, quad",
+        "V.scale, quad",
+        ATTEND,
+    ),
     _fault("scales fit whatever the weights", f"{PACKING}::_searched", "level * weight[None, :]", "level", PACK),
     _fault("keys as they are", f"{PACKING}::transformed_keys", "- mean[None, :]", "", PACK),
     _fault(
