@@ -116,8 +116,8 @@ def transformed_keys(tokens, slab, number, table, slots, turn, R: tl.constexpr, 
     weight = tl.load(table + channel, mask=real, other=0.0)
     step = tl.load(table + R.d + channel, mask=real, other=0.0)
     most = tl.load(table + 2 * R.d + channel, mask=real, other=0.0)
-    code, scale = _searched(y, step, most, weight)
-    _store_scales(base + K.scale, scale)
+    code, byte = _searched(y, step, most, weight)
+    _store_scales(base + K.scale, byte)
     code = code.to(tl.float16)
     for first in tl.static_range(0, width, some):
         at = first + tl.arange(0, some)
@@ -141,8 +141,8 @@ def searched_values(tokens, slab, R: tl.constexpr, V: tl.constexpr):
     real = channel < R.d
     ones = tl.where(real, 1.0, 0.0)
     y = rotated(clean(raw), V.rotated)
-    code, scale = _searched(y, ones * V.step, ones * (-2 * V.middle), ones)
-    _store_scales(base + V.scale, scale)
+    code, byte = _searched(y, ones * V.step, ones * (-2 * V.middle), ones)
+    _store_scales(base + V.scale, byte)
     digits = code.to(tl.int32)
     low: tl.constexpr = R.d * V.bits // 8
     store_values(base, plane_bytes(digits & ((1 << V.bits) - 1), channel, real, low, V.bits), 0, low, V.codes)

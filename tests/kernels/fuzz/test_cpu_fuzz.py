@@ -21,6 +21,7 @@ from vllm_kvq.formats import PageFormat
 from vllm_kvq.formats.page import POSITION_AT
 from vllm_kvq.formats.parts.fields import Field
 from vllm_kvq.formats.parts.planes import SLAB
+from vllm_kvq.formats.parts.scales import LARGEST
 from vllm_kvq.kernels.cpu.call import scores, team
 from vllm_kvq.kernels.cpu.layout import bind
 from vllm_kvq.kernels.cpu.library import library
@@ -78,7 +79,8 @@ def test_any_bytes_any_lists(isa: int, case: tuple[str, Any], data: st.DataObjec
 def plausible(field: Field, shape: tuple[int, ...], rng: torch.Generator) -> torch.Tensor:
     """What a field may hold: any codes, finite parameters."""
     if field.dtype == torch.uint8:
-        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=rng)
+        first, end = (1, LARGEST + 1) if field.name.endswith("scale") else (0, 256)
+        return torch.randint(first, end, shape, dtype=torch.uint8, generator=rng)
     x = torch.randn(shape, generator=rng)
     if field.dtype == torch.int32:  # InnerQ's slots: the bits of a float, or signs
         return x.view(torch.int32)
