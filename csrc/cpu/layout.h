@@ -15,8 +15,7 @@ constexpr int BLOCK_SLABS = 4;  // slabs between two updates of the running soft
 constexpr int BLOCK = BLOCK_SLABS * SLAB;
 
 // NUMBER(name, value): what Python also says, in formats/page.py, formats/parts/{quant,scales,turning}.py and
-// kernels/slots.py.
-// The library exports them, and kernels/cpu/layout.py compares.
+// kernels/slots.py. The library exports them, and kernels/cpu/layout.py compares.
 #define KVQ_NUMBERS(NUMBER)                                             \
   NUMBER(PAGE_MAGIC, 0x3151564B)                                        \
   NUMBER(POSITION_AT, 4)         /* of a page's first token */          \
