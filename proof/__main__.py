@@ -28,6 +28,7 @@ COMMANDS = {
     "ptx": ("proof.ptx.main", "a Python command whose GPU kernels run from their PTX, on a CPU"),
     "probe": ("proof.kernels.probe", "a Python command on a processor that pretends to have AVX-512 VNNI"),
     "sanitize": ("proof.kernels.sanitize", "a command with the CPU kernels under g++'s sanitizers"),
+    "emulate": ("proof.kernels.emulate", "a command with the CPU kernels for AVX-512 and AMX, on a processor without"),
     "instructions": ("proof.tables.instructions", "instructions of CPU attention per cached element, counted"),
     "compile": ("proof.tables.gpu.compile_table", "registers, spills and instructions of the GPU kernels"),
     "traffic": ("proof.tables.gpu.traffic", "counts what the GPU kernels load per cached token in a decode step"),

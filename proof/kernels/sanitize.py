@@ -19,16 +19,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
+from proof.kernels import left_out
 from proof.kernels.sanitized_server import serve
 from vllm_kvq.cli.arguments import words
 from vllm_kvq.formats import FORMATS
 from vllm_kvq.formats.table import suite
 from vllm_kvq.kernels.build import EXTRA_FLAGS, BuildError, build, compiler
-from vllm_kvq.kernels.cpu.library import ISAS
 
 KINDS = ("address", "undefined", "thread")
-_OPTIONAL = (*ISAS[1:-1], "amx")
-"""Instruction sets that a build can do without. It always has the portable one and the last of ISAS."""
 _RUNTIME = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
 
 
@@ -54,7 +52,7 @@ _CHEAP = [
 
 def flags(kinds: tuple[str, ...], without: Sequence[str] = ()) -> list[str]:
     """`without`: instruction sets that are left out."""
-    found = [f"-fsanitize={','.join(kinds)}", *_CHEAP, *(f"-DKVQ_WITHOUT_{isa.upper()}" for isa in without)]
+    found = [f"-fsanitize={','.join(kinds)}", *_CHEAP, *left_out.flags(without)]
     # the thread sanitizer can't see that OpenMP's barriers order what the threads do
     return [*found, "-DKVQ_STD_THREADS", "-pthread"] if "thread" in kinds else found
 
@@ -113,13 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FORMAT,...",
         help="formats of the servers' caches",
     )
-    parser.add_argument(
-        "--without",
-        type=words(_OPTIONAL),
-        default=[],
-        metavar="ISA,...",
-        help=f"instruction sets that take long to compile and that the command does not use, of {', '.join(_OPTIONAL)}",
-    )
+    left_out.add_argument(parser)
     parser.add_argument("command", nargs="*", help="command to run with that build, after `--`")
     args = parser.parse_args(argv)
     if args.server and (args.command or "thread" in args.kinds):

@@ -25,6 +25,9 @@ inline int find_best_isa() {
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi2") || !has_f16c())
     return 0;
+#ifdef KVQ_EMULATED_AVX512
+  return 3;
+#endif
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
       !__builtin_cpu_supports("avx512dq"))
     return 1;
@@ -37,6 +40,9 @@ inline int find_best_isa() {
 // Products of bf16 numbers, which come in addition to level 3 (Zen 4, Cooper Lake and Sapphire Rapids have them, Ice Lake doesn't).
 inline bool has_bf16() {
 #if defined(__x86_64__)
+#ifdef KVQ_EMULATED_AVX512
+  return true;
+#endif
   static const bool has = __builtin_cpu_supports("avx512bf16");
   return has;
 #else

@@ -1,10 +1,8 @@
 // 8 floats or 32 bytes at a time: AVX2 with FMA and F16C.
 #pragma once
 
-#include <immintrin.h>
-
 #include "../layout.h"
-#include "unroll.h"
+#include "intrinsics.h"
 
 namespace {
 namespace integer {

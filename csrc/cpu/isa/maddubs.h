@@ -25,12 +25,12 @@ constexpr int LINES = 1, LINES_OF_8 = 2;
 template <class Vector>
 KVQ_INLINE void sum16(Vector& acc, Vector x) {
   acc = add16(acc, x);
-  asm("" : "+v"(acc));
+  in_register(acc);
 }
 template <class Vector>
 KVQ_INLINE void sum32(Vector& acc, Vector x) {
   acc = add32(acc, x);
-  asm("" : "+v"(acc));
+  in_register(acc);
 }
 
 // acc += codes * weights, neighbours added

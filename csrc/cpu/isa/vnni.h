@@ -17,7 +17,11 @@ constexpr int LINES = 3, LINES_OF_8 = 8;  // as in maddubs.h: a slab takes fewer
 // acc[lane] += sum_i codes[4 lane + i] * weights[4 lane + i], unsigned codes, signed weights. Spelled out because the
 // intrinsic lets g++ 12 move and spill the accumulators.
 KVQ_INLINE void dot(__m512i& acc, __m512i codes, __m512i weights) {
+#ifdef KVQ_EMULATED_AVX512
+  acc = _mm512_dpbusd_epi32(acc, codes, weights);
+#else
   asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(codes), "v"(weights));
+#endif
 }
 
 KVQ_INLINE Ints join(Ints hi, Ints lo) { return add32(shift_left<8>(hi), lo); }

@@ -72,6 +72,8 @@ CPU_BOX = Walk(
         "python3 -m venv .venv": GPU,
         "pip install '.[gpu]'": GPU,
         "python -m proof sanitize": LONG,
+        "git clone": MISSING,
+        "python -m proof emulate": LONG,
         "python -m proof instructions": LONG,
         "python -m proof probe": LONG,
     },

@@ -163,6 +163,9 @@ ACCOUNTS: Mapping[str, Mapping[str, Account]] = {
         "python -m proof sanitize": Account(
             "tests/instruments/test_sanitized_server.py::test_a_server_without_a_report"
         ),
+        "python -m proof emulate": Account(
+            "tests/kernels/compiled/test_emulated.py::test_every_kernel_is_held_to_the_reference"
+        ),
         "python -m proof clients": Account(CLIENTS),
         "python -m proof ptx": Account(PTX),
         "python -m proof  ": Account("tests/instruments/test_proof.py::test_usage"),

@@ -17,7 +17,7 @@ using namespace kvq;
 // For a vector with several uses: g++ would rather load it again for each.
 KVQ_INLINE __m512i load_once(const void* p) {
   __m512i v = L::load_bytes(p);
-  asm("" : "+v"(v));
+  in_register(v);
   return v;
 }
 
