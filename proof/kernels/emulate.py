@@ -25,15 +25,6 @@ from vllm_kvq.kernels.build import EXTRA_FLAGS, BuildError, build
 HEADERS = Path("simde") / "x86" / "avx512.h"
 
 
-def folder(text: str) -> Path:
-    path = Path(text).resolve()
-    if not (path / HEADERS).is_file():
-        raise argparse.ArgumentTypeError(
-            f"{path} has no {HEADERS}; git clone --depth 1 https://github.com/simd-everywhere/simde"
-        )
-    return path
-
-
 def flags(simde: Path, without: Sequence[str] = ()) -> list[str]:
     """`without`: instruction sets that are left out. Few rows meet tiles, too."""
     emulated = ["-DKVQ_EMULATED_AVX512", "-DKVQ_EMULATED_TILES", "-DKVQ_LEAST_TILE_ROWS=1"]
@@ -45,11 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, prog="python -m proof emulate", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("simde", metavar="FOLDER", type=folder, help="a checkout of SIMDe")
+    parser.add_argument("simde", metavar="FOLDER", type=Path, help="a checkout of SIMDe")
     left_out.add_argument(parser)
     parser.add_argument("command", nargs="*", help="command to run with that build, after `--`")
     args = parser.parse_args(argv)
-    os.environ[EXTRA_FLAGS] = " ".join(flags(args.simde, args.without))
+    simde = args.simde.resolve()
+    if not (simde / HEADERS).is_file():
+        parser.error(f"{simde} has no {HEADERS}; git clone --depth 1 https://github.com/simd-everywhere/simde")
+    os.environ[EXTRA_FLAGS] = " ".join(flags(simde, args.without))
     try:
         print(f"CPU kernels: {build().name}", flush=True)
         return subprocess.run(args.command).returncode if args.command else 0
