@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False, prog="python -m proof emulate", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("simde", metavar="FOLDER", type=Path, help="a checkout of SIMDe")
-    left_out.add_argument(parser)
+    left_out.add_to(parser)
     parser.add_argument("command", nargs="*", help="command to run with that build, after `--`")
     args = parser.parse_args(argv)
     simde = args.simde.resolve()

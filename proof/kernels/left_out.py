@@ -16,7 +16,7 @@ def flags(without: Sequence[str]) -> list[str]:
     return [f"-DKVQ_WITHOUT_{isa.upper()}" for isa in without]
 
 
-def add_argument(parser: argparse.ArgumentParser) -> None:
+def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--without",
         type=words(OPTIONAL),

@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FORMAT,...",
         help="formats of the servers' caches",
     )
-    left_out.add_argument(parser)
+    left_out.add_to(parser)
     parser.add_argument("command", nargs="*", help="command to run with that build, after `--`")
     args = parser.parse_args(argv)
     if args.server and (args.command or "thread" in args.kinds):
