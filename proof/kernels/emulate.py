@@ -1,12 +1,12 @@
 """A command with the CPU kernels for AVX-512, VNNI and AMX, on a processor that only has AVX2.
 
     git clone --depth 1 https://github.com/simd-everywhere/simde
-    python -m proof emulate simde -- python -m pytest tests/kernels -k avx512
-    python -m proof emulate --without avx512bw simde -- COMMAND  # compiles in half the time
+    python -m proof emulate simde -- python -m pytest tests/kernels -k "avx512 or tiles"
+    python -m proof emulate --without avx512bw simde -- COMMAND  # compiles in less time
 
 SIMDe (0.8 or later) has headers that compute each intrinsic of AVX-512 with AVX2's instructions; the tiles of AMX are
 arrays (csrc/cpu/isa). The sources are those that a processor with these instructions runs. It takes minutes to
-compile, and the kernels are tens of times slower, so it says nothing about speed, nor about instructions spelled out
+compile, and the kernels are slow, so it says nothing about speed, nor about instructions spelled out
 in assembly (vpdpbusd).
 """
 
@@ -28,7 +28,7 @@ HEADERS = Path("simde") / "x86" / "avx512.h"
 def flags(simde: Path, without: Sequence[str] = ()) -> list[str]:
     """`without`: instruction sets that are left out. Few rows meet tiles, too."""
     emulated = ["-DKVQ_EMULATED_AVX512", "-DKVQ_EMULATED_TILES", "-DKVQ_LEAST_TILE_ROWS=1"]
-    quick = ["-O1", "-w", "-DSIMDE_NO_INLINE"]  # inlined, SIMDe's functions take g++ ten minutes and 5 GB
+    quick = ["-O1", "-w", "-DSIMDE_NO_INLINE"]  # inlined, SIMDe's functions take g++ more than six minutes and 4 GB
     return [*quick, "-mno-avx512f", f"-isystem{simde}", *emulated, *left_out.flags(without)]
 
 

@@ -34,8 +34,8 @@ def emulated(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(library() is None, reason="no C++ compiler")
 def test_every_kernel_is_held_to_the_reference() -> None:
     best = ISAS[int(library().best_isa())]  # type: ignore[union-attr]
-    if best != "avx2":
-        pytest.skip(f"this processor has {best}")
+    if best in ("portable", "avx512"):
+        pytest.skip(f"the best that this processor has is {best}; this is for those with AVX2 and without VNNI")
     if not (simde := os.environ.get(SIMDE)):
         pytest.skip(f"git clone --depth 1 https://github.com/simd-everywhere/simde, and set {SIMDE} to that folder")
     tests = [f"tests/kernels/{name}" for name in ("cpu", "step", "fuzz")]

@@ -206,9 +206,11 @@ def test_few_rows(name: str, d: int, gqa: int, N: int, lengths: tuple[int, ...],
 def test_which_halves_meet_tiles(name: str, options: dict[str, Any], served: bool) -> None:
     """Only keys or only values meet tiles: VNNI's kernels serve the others, and without them those in float32."""
     error = run_few(name, 128, 4, 64, (100, 70), **options)
-    assert error <= TOLERANCE.get(name, 1e-3)
     if "-DKVQ_WITHOUT_AVX512" in os.environ.get(EXTRA_FLAGS, "").split():
+        assert error <= 1e-3
         assert (error > 1e-5) == served
+    else:  # VNNI's have their own tolerance for QJL's keys
+        assert error <= TOLERANCE.get(name, 1e-3)
 
 
 @pytest.mark.usefixtures("tiles")
