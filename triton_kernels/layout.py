@@ -160,6 +160,10 @@ class Companion:
     """Elements of a slot."""
     words: int
     """Words of a slot."""
+    header: int
+    """Words from the beginning of a request's first block to its header."""
+    state_at: int
+    """The state's first slot."""
     ring: int
     """Slots of the ring."""
     ring_at: int

@@ -13,7 +13,8 @@ host. A request is ignored when it has no new tokens, when one of its sidecar bl
 when its header belongs to other tokens, which is counted as a fault.
 
 A slot of a companion is one token's raw keys and values [2][heads][head]; slot s of a request lies in its block
-s // per_block. Slot 0 holds the header, then the state in float32, from ring_at on the ring, position p at p % ring.
+s // per_block. From state_at on the slots hold the state in float32, from ring_at on the ring, position p at p % ring.
+The header lies in the first block, behind its slots or in slot 0 (kernels/slots.py).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def slot_offset(table_ptr, slot, inside, blocks, block_stride, C: tl.constexpr, 
 @triton.jit
 def state_offset(table_ptr, index, inside, blocks, block_stride, C: tl.constexpr):
     """Float32 number `index` of a request's state, in float32 elements of the pool."""
-    offset, there = slot_offset(table_ptr, 1 + index // C.words, inside, blocks, block_stride, C, C.words)
+    offset, there = slot_offset(table_ptr, C.state_at + index // C.words, inside, blocks, block_stride, C, C.words)
     return offset + index % C.words, there
 
 
@@ -110,7 +111,7 @@ def begin_kernel(
     for i in range(C.sidecar_blocks):
         block = tl.load(side_table + i)
         ok = ok & (block > 0) & (block < side_blocks)
-    header = side_words_ptr + tl.where(ok, tl.load(side_table), 0).to(tl.int64) * side_words
+    header = side_words_ptr + tl.where(ok, tl.load(side_table), 0).to(tl.int64) * side_words + C.header
     magic, start, upcoming = tl.load(header), tl.load(header + 1), tl.load(header + 2)
     fresh = magic == 0
     start = tl.where(fresh, context, start)
@@ -298,7 +299,7 @@ def commit_kernel(
         tl.store(target, k, mask=inside)
         tl.store(target + C.heads * R.head, v, mask=inside)
         if (tile == 0) & (head == 0):
-            header = side_words_ptr + tl.load(side_table).to(tl.int64) * side_words
+            header = side_words_ptr + tl.load(side_table).to(tl.int64) * side_words + C.header
             tl.store(header, HEADER)
             tl.store(header + 1, tl.load(plan + START * requests))
             tl.store(header + 2, context + count)

@@ -261,7 +261,7 @@ void pack(Tuple format, TensorView pages, TensorView plan, TensorView table, Tup
           TensorView faults, int64_t units, int64_t stream) {
   begin();
   const Bound bound = Bound::of(format);
-  const auto [side, side_table, slots_per_block, ring, ring_at, has_state] = Sidecars::of(sidecars);
+  const auto [side, side_table, slots_per_block, ring, ring_at, state_at, has_state] = Sidecars::of(sidecars);
   const auto [key, value] = Pair::of(fresh);
   const Layout l = read_layout(bound.layout);
   check_pages(pages, l);
@@ -308,7 +308,8 @@ void pack(Tuple format, TensorView pages, TensorView plan, TensorView table, Tup
               side_table.size(1) * slots_per_block >= ring_at + ring,
           "the sidecar's slots do not fit its blocks");
   p.side = {data<const uint8_t>(side), side.size(0), side.stride(0) * bytes, data<const void>(side_table),
-            side_table.stride(0), wide(side_table), int32_t(slots_per_block), int32_t(ring), int32_t(ring_at)};
+            side_table.stride(0), wide(side_table), int32_t(slots_per_block), int32_t(ring), int32_t(ring_at),
+            int32_t(state_at)};
   p.has_state = has_state;
   require(is(faults, kDLInt, 32) && dense(faults) && faults.numel() >= 2, "faults must be two int32");
   p.faults = data<int32_t>(faults);

@@ -117,7 +117,7 @@ struct Sidecar {
   int64_t blocks, block_bytes;
   const void* table;
   int64_t row;  // from one request's blocks to the next
-  int32_t wide_table, slots_per_block, ring, ring_at;
+  int32_t wide_table, slots_per_block, ring, ring_at, state_at;
 };
 
 // Rows of a step's plan (vllm_kvq/triton_kernels/step.py).

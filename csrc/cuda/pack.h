@@ -32,10 +32,10 @@ struct Pack {
     return block * s.block_bytes + int64_t(slot % s.slots_per_block) * (2 * p.heads * D * bytes_of(p.type));
   }
 
-  // Number `index` of a request's state, which follows the header's slot; 0 if it is nowhere.
+  // Number `index` of a request's state; 0 if it is nowhere.
   KVQ_DEV static float state_at(const PackParams& p, int request, int index) {
     const int words = 2 * p.heads * D * bytes_of(p.type) / 4;
-    const int64_t at = slot_at(p, request, 1 + index / words);
+    const int64_t at = slot_at(p, request, p.side.state_at + index / words);
     return at < 0 ? 0.0f : load(reinterpret_cast<const float*>(p.side.data + at) + index % words);
   }
 

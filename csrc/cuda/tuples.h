@@ -34,6 +34,7 @@
   MEMBER(int64_t, slots_per_block) \
   MEMBER(int64_t, ring)            \
   MEMBER(int64_t, ring_at)         \
+  MEMBER(int64_t, state_at)        \
   MEMBER(bool, has_state)
 
 // A step's new tokens (tokens, heads, head size)

@@ -31,7 +31,7 @@ def pack_like_a_step(
     if state is not None:
         raw = torch.zeros(slots.state_slots * slots.slot_bytes // 4)
         raw[: state.numel()] = state.flatten()
-        held[1 : 1 + slots.state_slots] = raw.view(key.dtype).view(slots.state_slots, -1)
+        held[slots.state_at : slots.ring_at] = raw.view(key.dtype).view(slots.state_slots, -1)
     for p in range(max(0, context - slots.ring), context):
         held[slots.ring_at + p % slots.ring] = torch.cat([key[p].flatten(), value[p].flatten()])
     side = torch.zeros(1 + slots.sidecar_blocks, slots.page_bytes // slots.itemsize, dtype=key.dtype)

@@ -24,7 +24,7 @@ from vllm_kvq.cli.check.every import HEAD, notes, ranked
 from vllm_kvq.formats.budgets import BUDGETS, RECOMMENDED
 from vllm_kvq.formats.table import FORMATS, suite
 from vllm_kvq.integration.advice import losses, speeds
-from vllm_kvq.kernels.slots import SlotGeometry
+from vllm_kvq.kernels.slots import HEADER_BYTES, SlotGeometry
 
 ROOT = Path(__file__).parents[2]
 
@@ -218,7 +218,7 @@ def test_the_sidecar_is_that_of_the_kernels(name: str) -> None:
         sizes[kind] = sizes.get(kind, 0) + size
         if kind == "16 bits":
             assert size == at.slot_bytes * int(re.findall(r"\d+", part)[0])
-    assert sizes["header"] == at.slot_bytes
+    assert sizes["header"] == HEADER_BYTES == 12
     assert sizes.get("state", 0) == at.state_slots * at.slot_bytes >= at.state_bytes
     assert sizes["16 bits"] == (fmt.W + fmt.unit + fmt.S) * at.slot_bytes
 

@@ -97,7 +97,7 @@ def test_subspace_and_noise_of_one_token() -> None:
     query = torch.randn(1, 4, 80, generator=torch.Generator().manual_seed(0)) * torch.tensor([8.0, 4, 2, 1])[:, None]
     world, ids = prompt(fmt, query, query[:, :1])
     slots = world.step.slots
-    at = torch.arange(1, 1 + slots.state_slots)
+    at = torch.arange(slots.state_at, slots.ring_at)
     block = ids[5:][at // slots.slots_per_block]
     found = slots.read_state(slots.cut(world.caches.sidecar), block[None], (at % slots.slots_per_block)[None], 3)[0]
     want = fmt.keys.fit(fmt.widen(query)[0], fmt.widen(query[:, :1])[0], None)

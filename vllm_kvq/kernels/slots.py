@@ -3,10 +3,14 @@
 Their blocks are divided into *slots* of one token's raw K and V (2 * H * head_size elements of the model's dtype); slot
 s of a request lies in its block s // slots_per_block.
 
-    sidecar   slot 0            header: i32 magic, first own position, next position
-              1 .. n_state      state rows, float32
+    sidecar   n_state slots     state rows, float32
               then R slots      ring: position p in slot p % R, R = W + P + speculative tokens
+              header            i32 magic, first own position, next position
     sinks     S slots           position p in slot p
+
+The header lies behind the slots of the first block, in bytes that are too few for a slot. Where a block has no such
+bytes, the header takes slot 0, and the state begins in slot 1. (A slot of its own would often take a whole block more:
+klt4's ring of 64 slots fills two blocks of 32.)
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import torch
 from vllm_kvq.formats import PageFormat
 
 MAGIC = 0x4B565153
+HEADER_BYTES = 12
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,18 @@ class SlotGeometry:
         return -(-self.state_bytes // self.slot_bytes)
 
     @property
+    def header_at(self) -> int:
+        """Bytes from the beginning of a request's first block to its header."""
+        behind = self.slots_per_block * self.slot_bytes
+        return behind if behind + HEADER_BYTES <= self.page_bytes else 0
+
+    @property
+    def state_at(self) -> int:
+        return 0 if self.header_at else 1
+
+    @property
     def ring_at(self) -> int:
-        return 1 + self.state_slots
+        return self.state_at + self.state_slots
 
     @property
     def sidecar_blocks(self) -> int:
@@ -82,8 +97,9 @@ class SlotGeometry:
         return whole.unflatten(1, (-1, 2, self.heads, self.head_size))
 
     def headers(self, blocks: torch.Tensor) -> torch.Tensor:
-        """(blocks, 3) int32: the header slot of every block, meaningful only in a request's first block."""
-        return blocks[:, : 12 // self.itemsize].view(torch.int32)
+        """(blocks, 3) int32: meaningful only in a request's first block."""
+        at = self.header_at // self.itemsize
+        return blocks[:, at : at + HEADER_BYTES // self.itemsize].view(torch.int32)
 
     def read_state(self, slots: torch.Tensor, block: torch.Tensor, slot: torch.Tensor, rows: int) -> torch.Tensor:
         """Reads states from blocks laid out by `cut`: (n, state_slots) locations -> (n, heads, rows, d) float32."""

@@ -69,12 +69,18 @@ void read_fresh(kvq::Decode& d, const Fresh& fresh) {
 }
 
 void read_companion_blocks(kvq::Decode& d, const Cached& caches) {
-  const int64_t state = 4 * d.pool.heads * d.cut.state_rows * d.layout.d, size = d.dtype == kvq::Dtype::f32 ? 4 : 2;
-  require(d.cut.state_rows >= 0 && d.cut.ring_at == 1 + d.cut.state_slots &&
-              state <= d.cut.state_slots * 2 * d.pool.heads * d.layout.head_size * size,
-          "the sidecar has no room for its state");
   d.side = read_slots(caches.sidecar, d);
   d.sink = read_slots(caches.sinks, d);
+  const kvq::Companions& cut = d.cut;
+  const int64_t size = d.dtype == kvq::Dtype::f32 ? 4 : 2, slot = 2 * d.pool.heads * d.layout.head_size * size;
+  const int64_t state = 4 * d.pool.heads * cut.state_rows * d.layout.d;
+  require(cut.state_rows >= 0 && cut.state_at >= 0 && state <= (cut.ring_at - cut.state_at) * slot,
+          "the sidecar has no room for its state");
+  const int64_t header_end = cut.header_at + int64_t(sizeof(kvq::SideHeader));
+  const bool behind = cut.header_at >= cut.slots_per_block * slot && header_end <= caches.sidecar.size(1) * size;
+  const bool before = cut.header_at == 0 && header_end <= cut.state_at * slot;
+  require(cut.header_at % int64_t(alignof(kvq::SideHeader)) == 0 && (behind || before),
+          "the sidecar has no room for its header");
   d.side_blocks = data<char>(caches.sidecar);
   d.side_stride = caches.sidecar.stride(0) * size;
 }

@@ -18,10 +18,6 @@
 namespace kvq {
 namespace {
 
-struct Header {
-  int32_t magic, start, next;
-};
-
 struct Request {
   int64_t index, first_row, queries, context, start, boundary, sinks;
 
@@ -66,9 +62,9 @@ class Decoder {
   }
 
   // -- the batch --------------------------------------------------------------------------------------------------
-  Header* header(int64_t request) const {
+  SideHeader* header(int64_t request) const {
     const int64_t block = within(d_.side_of.at(request, 0), d_.side.blocks, "sidecar block");
-    return reinterpret_cast<Header*>(d_.side_blocks + block * d_.side_stride);
+    return reinterpret_cast<SideHeader*>(d_.side_blocks + block * d_.side_stride + c_.header_at);
   }
 
   bool read_requests() {
@@ -79,7 +75,7 @@ class Decoder {
       if (q > 1 + c_.drafts) return false;
       for (int64_t b = 0; b < c_.blocks; ++b)
         if (d_.side_of.at(i, b) == 0) throw std::runtime_error("a request has an incomplete sidecar");
-      const Header h = *header(i);
+      const SideHeader h = *header(i);
       if (h.magic == 0) return false;
       const int64_t context = d_.seq_lens[i] - q;
       if (context < 0) throw std::out_of_range("a request has more new tokens than tokens");
@@ -211,14 +207,14 @@ class Decoder {
     return pack(p);
   }
 
-  // The owners' states, (owners, heads, state_rows, d): they fill slots 1, 2, ... of the sidecar.
+  // The owners' states, (owners, heads, state_rows, d): they fill the sidecar's slots from state_at on.
   std::vector<float> read_states() const {
     const int64_t floats = d_.pool.heads * c_.state_rows * d_.layout.d;
     const int64_t slot_bytes = 2 * d_.pool.heads * d_.layout.head_size * size_;
     std::vector<float> states(owners_.size() * floats);
     for (size_t i = 0; i < owners_.size(); ++i) {
       char* to = reinterpret_cast<char*>(states.data() + i * floats);
-      for (int64_t done = 0, slot = 1; done < 4 * floats; done += slot_bytes, ++slot) {
+      for (int64_t done = 0, slot = c_.state_at; done < 4 * floats; done += slot_bytes, ++slot) {
         const int64_t row = slot_row(d_.side_of, d_.side, owners_[i]->index, slot, "sidecar block");
         std::memcpy(to + done,
                     d_.side_blocks + row / c_.slots_per_block * d_.side_stride + row % c_.slots_per_block * slot_bytes,

@@ -26,10 +26,16 @@ struct Table {
   FIELD(int64_t, drafts)          /* speculative tokens of a step at most */ \
   FIELD(int64_t, ring)            /* R */                                    \
   FIELD(int64_t, ring_at)                                                    \
-  FIELD(int64_t, state_slots)                                                \
+  FIELD(int64_t, state_at)                                                   \
+  FIELD(int64_t, header_at)       /* bytes, in a request's first block */    \
   FIELD(int64_t, state_rows)                                                 \
   FIELD(int64_t, slots_per_block)                                            \
   FIELD(int64_t, blocks)          /* of a request's sidecar */
+
+// What a request's sidecar says of itself; a zero magic: nothing yet.
+struct SideHeader {
+  int32_t magic, start, next;
+};
 
 struct Companions {
   KVQ_COMPANION_FIELDS(KVQ_MEMBER)

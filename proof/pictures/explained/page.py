@@ -13,6 +13,7 @@ from vllm_kvq.formats import Geometry, PageFormat, get_format
 from vllm_kvq.formats.page import HEADER_BYTES
 from vllm_kvq.formats.parts.fields import ALIGN
 from vllm_kvq.formats.parts.planes import SLAB
+from vllm_kvq.kernels import slots
 from vllm_kvq.kernels.slots import SlotGeometry
 from vllm_kvq.naming import OTHERS, OURS
 
@@ -106,9 +107,14 @@ def slab_parts(fmt: PageFormat) -> list[Part]:
 def companion_blocks(fmt: PageFormat) -> list[list[Part]]:
     """What lies in each block of one KV head's sidecar, and in that of its sinks; bytes."""
     at = SlotGeometry.of(fmt, 1, 0)
-    kinds = ["header", *["state"] * at.state_slots, *["ring"] * at.ring]
+    kinds = [*["header"] * at.state_at, *["state"] * at.state_slots, *["ring"] * at.ring]
     cut = [kinds[i : i + at.slots_per_block] for i in range(0, len(kinds), at.slots_per_block)]
-    return [_block(at, kinds) for kinds in (*cut, ["sinks"] * at.sinks)]
+    blocks = [_block(at, kinds) for kinds in (*cut, ["sinks"] * at.sinks)]
+    if at.header_at:
+        *used, (free, size, color) = blocks[0]
+        header = ("header", slots.HEADER_BYTES, "header")
+        blocks[0] = [*used, header, (free, size - slots.HEADER_BYTES, color)]
+    return blocks
 
 
 SAID = {"header": ("header", "header"), "state": ("subspace", "state"), "ring": ("ring, {} tokens", "16 bits"),

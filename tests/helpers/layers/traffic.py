@@ -205,7 +205,7 @@ class World:
             slots = pool[:, : geo.slots_per_block * geo.slot_bytes // geo.itemsize].unflatten(
                 1, (geo.slots_per_block, -1)
             )
-            at = [(r.side[s // geo.slots_per_block], s % geo.slots_per_block) for s in range(1, 1 + geo.state_slots)]
+            at = [(r.side[s // geo.slots_per_block], s % geo.slots_per_block) for s in range(geo.state_at, geo.ring_at)]
             raw = torch.cat([slots[b, s] for b, s in at]).view(torch.float32)[: geo.state_bytes // 4]
             rows = raw.view(H, fmt.state_rows, -1).double()
             if isinstance(fmt.keys, SQuatKeys):
@@ -225,7 +225,7 @@ class World:
             first = self.slots.slot_bytes
             for x in flat:
                 for r in self.requests:
-                    for s in range(1, 1 + self.slots.state_slots):
+                    for s in range(self.slots.state_at, self.slots.ring_at):
                         at = s % self.slots.slots_per_block * first
                         x[r.side[s // self.slots.slots_per_block], at : at + first] = 0
         running = torch.tensor([b for r in self.requests for b in r.side])

@@ -48,7 +48,7 @@ def test_any_batch(isa: int, case: tuple[str, Any], data: st.DataObject) -> None
         own = c // fmt.unit * fmt.unit
         start = data.draw(st.sampled_from([0, own]))
         header = [MAGIC, number(st.just(start), wild == "header"), number(st.just(c), wild == "header")]
-        side.view(torch.int32)[row[0], :3] = torch.tensor(header, dtype=torch.int32)
+        slots.headers(side)[row[0]] = torch.tensor(header, dtype=torch.int32)
     # packed pages, so that not every batch fails at the first one
     pages[:, :, :4] = torch.tensor([0x4B, 0x56, 0x51, 0x31], dtype=torch.uint8)
     pages[:, :, 16 : 16 + fmt.slabs] = 1

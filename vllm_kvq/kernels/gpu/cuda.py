@@ -63,6 +63,7 @@ class Sidecars(NamedTuple):
     slots_per_block: int
     ring: int
     ring_at: int
+    state_at: int
     has_state: bool
 
 
@@ -233,7 +234,7 @@ class CudaKernels(PagedKernels):
     ) -> None:
         bound, lib = bind(fmt, pages.device), library(pages.device)
         plan, table, side_table, side, key, value, units = source
-        cut = slots.slots_per_block, slots.ring, slots.ring_at, fmt.state_rows > 0
+        cut = slots.slots_per_block, slots.ring, slots.ring_at, slots.state_at, fmt.state_rows > 0
         sidecars, fresh = Sidecars(side, side_table, *cut), Pair(key, value)
         with _device(pages.device):
             lib.pack(bound, pages, plan, table, sidecars, fresh, faults, units, _stream(pages.device))

@@ -179,7 +179,7 @@ class GPUStep:
         floats = caches.sidecar.view(torch.float32)
         words = slots.slot_bytes // 4
         index = torch.arange(heads * rows * d, device=query.device)
-        slot = 1 + index // words
+        slot = slots.state_at + index // words
         block = batch.side_table[first:, slot // slots.slots_per_block].long()
         column = slot % slots.slots_per_block * words + index % words
         alive = (plan[1, first:] > 0) & ((block > 0) & (block < len(floats))).all(1)

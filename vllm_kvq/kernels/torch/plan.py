@@ -288,7 +288,7 @@ class Planner:
         return block.astype(np.int64) * self.slots.slots_per_block + inner
 
     def _state(self, requests: Requests, owner: np.ndarray) -> Index:
-        slot = np.broadcast_to(1 + np.arange(self.slots.state_slots), (len(owner), self.slots.state_slots))
+        slot = np.broadcast_to(self.slots.state_at + np.arange(self.slots.state_slots), (len(owner), self.slots.state_slots))
         return self._index(requests.sidecar, owner[:, None], slot)
 
     def _index(self, table: np.ndarray, owner: np.ndarray, slot: np.ndarray) -> Index:

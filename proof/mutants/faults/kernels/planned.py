@@ -124,8 +124,8 @@ PLANNER = (
     Fault(
         "slots: the ring begins in the state",
         "vllm_kvq/kernels/slots.py::SlotGeometry.ring_at",
-        "1 +",
-        "",
+        "self.state_at + self.state_slots",
+        "self.state_at",
         REFERENCE,
     ),
     Fault(

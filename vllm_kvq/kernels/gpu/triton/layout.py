@@ -44,6 +44,8 @@ def companion(slots: SlotGeometry) -> Companion:
         per_block=slots.slots_per_block,
         slot=slots.slot_bytes // slots.itemsize,
         words=slots.slot_bytes // 4,
+        header=slots.header_at // 4,
+        state_at=slots.state_at,
         ring=slots.ring,
         ring_at=slots.ring_at,
         sidecar_blocks=slots.sidecar_blocks,
