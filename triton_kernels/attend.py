@@ -19,7 +19,7 @@ from vllm_kvq.triton_kernels.fragments import fragment_index, lanes_of_columns, 
 from vllm_kvq.triton_kernels.keys.boosted import boosted_scores
 from vllm_kvq.triton_kernels.keys.channel import channel_scores, hybrid_scores, key_shift, query_channel
 from vllm_kvq.triton_kernels.keys.polar import polar_scores
-from vllm_kvq.triton_kernels.keys.transformed import mean_numbers, transformed_middle, transformed_scores
+from vllm_kvq.triton_kernels.keys.transformed import AHEAD, scores_of_means, transformed_middle, transformed_scores
 from vllm_kvq.triton_kernels.lang import LN2, LOG2E, LOWEST, MAGIC, SUBNORMAL, capped, column_max, column_sum
 from vllm_kvq.triton_kernels.rotation import rotated_back
 from vllm_kvq.triton_kernels.turning import page_slab
@@ -104,7 +104,7 @@ def attend_kernel(
     unit = top * (scale * LOG2E * SUBNORMAL)
     if K.transformed:
         middle = transformed_middle(q, K)
-        mean = mean_numbers(q_row, real, top * SUBNORMAL, R, K)
+        means = tl.full((AHEAD, M), 0.0, tl.float32)
     step = unit  # the unit of a capped score
     if CAPPED:
         step = tl.full((M,), 1.0, tl.float32)
@@ -159,8 +159,16 @@ def attend_kernel(
         elif K.hybrid:
             sums = hybrid_scores(q, k_words, k_halves, base16, full, R, K, TURN, M)
         elif K.transformed:
-            number = page_slab(base) + slab
-            sums = transformed_scores(q, middle, mean, turn_ptr, number, k_words, R, K, TURN, M)
+            place = (i - begin) % (AHEAD // TURN) * TURN
+            if place == 0:
+                ahead = i + tl.arange(0, AHEAD) // TURN
+                of = tl.load(table_ptr + request * table_row + ahead // turns, mask=ahead < end, other=0).to(tl.int64)
+                of = tl.where((of >= 0) & (of < pages), of, 0) * page_words + head * head_words
+                number = page_slab(words_ptr + of) + ahead % turns * TURN + tl.arange(0, AHEAD) % TURN
+                # always R.columns // 2, which the compiler does not know
+                pairs = tl.minimum(R.columns // 2, pages * R.columns)
+                means = scores_of_means(q_row, real, top * SUBNORMAL, turn_ptr, number, pairs, R, K, M)
+            sums = transformed_scores(q, middle, means, place, k_words, R, K, TURN, M)
         else:
             sums = polar_scores(q, k_words, base16, full, R, K, TURN, M)
         scores, live = (), ()

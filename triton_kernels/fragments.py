@@ -29,6 +29,9 @@ from vllm_kvq.triton_kernels.lang import INTERPRETED, load_some
 from vllm_kvq.triton_kernels.version import old_triton
 
 SHIFT: tl.constexpr = tl.constexpr(scales.SHIFT)
+TWO_BYTES: tl.constexpr = tl.constexpr((255 << scales.SHIFT) * 0x00010001)
+ONES: tl.constexpr = tl.constexpr((0x3C00 >> scales.SHIFT) * 0x01010101)
+"""Four scales of 1."""
 JOINS_MATTER: tl.constexpr = tl.constexpr(old_triton() and not INTERPRETED.value)
 
 
@@ -79,6 +82,36 @@ def byte_scales(words_ptr, quad, byte, there):
     """Scales of one byte (formats/parts/scales.py) as float16: of token 4 quad + byte. 0 where not `there`."""
     word = tl.load(words_ptr + quad, mask=there, other=0)
     return (((word >> (byte * 8)) & 255) << SHIFT).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _byte_pairs(words):
+    """Words of four scales -> words of two float16 numbers each: bytes 0 and 2, and bytes 1 and 3."""
+    return (words << SHIFT) & TWO_BYTES, (words >> (8 - SHIFT)) & TWO_BYTES
+
+
+@triton.jit
+def byte_rows(words):
+    """Words (32, 1) of four scales -> float16 (32, 4)."""
+    even, odd = _byte_pairs(words)
+    parts = tl.join(tl.join(_low(even), _low(even >> 16)), tl.join(_low(odd), _low(odd >> 16)))  # (32, 1, half, odd)
+    return tl.reshape(_settled(parts), (32, 4))
+
+
+@triton.jit
+def byte_columns(words):
+    """Words (4 M, 1) of four scales, of index 4 t + e at [4 m + t] -> right operand (16, M) in `mma_order`."""
+    m: tl.constexpr = words.shape[0] // 4
+    even, odd = _byte_pairs(words)
+    parts = _settled(tl.join(tl.join(_low(even), _low(even >> 16)), tl.join(_low(odd), _low(odd >> 16))))
+    return tl.reshape(tl.permute(tl.reshape(parts, (m, 4, 2, 2)), (3, 1, 2, 0)), (16, m))
+
+
+@triton.jit
+def byte_left_rows(words, others):
+    """Words (32, 1) of four scales each, and those of eight more rows -> left operand (16, 16) in `mma_order`."""
+    even, odd = _byte_pairs(tl.reshape(tl.join(words, others), (32, 2)))
+    return _operand(even, odd)
 
 
 @triton.jit

@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 
 from vllm_kvq.triton_kernels.fragments import (
-    byte_scales,
+    ONES,
+    byte_columns,
+    byte_left_rows,
     columns_of_lanes,
     fragment_channels,
     fragment_index,
@@ -74,18 +76,20 @@ def _high_factor(channel, d, bits):
 @triton.jit
 def _zero_rows(words_ptr, halves_ptr, live, R: tl.constexpr, V: tl.constexpr, FIRST: tl.constexpr):
     """Zeros of 16 tokens from FIRST on, (groups, tokens), as left operand (16, 16); its last rows are 1 if it has eight
-    to spare."""
+    to spare. Searched values have one group, whose zero stands in all of the first eight rows."""
     groups: tl.constexpr = (R.d + V.group - 1) // V.group
     g, token = lane_rows(), fragment_channels(8)
     place = halves_ptr + V.zero + g * 32 + FIRST + token
     if V.searched:
-        zero = byte_scales(words_ptr + V.zero + FIRST // 4, lane_quads(), tl.arange(0, 4)[None, :], g < live)
+        quad = lane_quads()
+        word = tl.load(words_ptr + V.zero + FIRST // 4 + quad, mask=quad < 4 * live, other=0)
+        return byte_left_rows(word, tl.full((32, 1), ONES, tl.int32))  # one group: all eight rows are equal
     else:
         zero = tl.load(place, mask=g < groups * live, other=0.0)
-    if sums_weights(R.d, V.group):
-        return left_rows(zero, tl.full((32, 4), 1.0, tl.float16))
-    else:
-        return left_rows(zero, tl.load(place + 8 * 32, mask=g + 8 < groups * live, other=0.0))
+        if sums_weights(R.d, V.group):
+            return left_rows(zero, tl.full((32, 4), 1.0, tl.float16))
+        else:
+            return left_rows(zero, tl.load(place + 8 * 32, mask=g + 8 < groups * live, other=0.0))
 
 
 @triton.jit
@@ -113,15 +117,14 @@ def token_values(weights, acc, extra, words_ptr, halves_ptr, live, R: tl.constex
     for i in tl.static_range(blocks):
         if i * V.block % V.group == 0:
             if V.searched:
-                quad, byte = (tl.arange(0, 4 * m) & 3)[:, None], tl.arange(0, 4)[None, :]
-                scale = byte_scales(words_ptr + V.scale, quad, byte, quad < 4 * live)
-                others_scale = byte_scales(words_ptr + V.scale + 4, quad, byte, quad < 4 * live)
+                quad = (tl.arange(0, 4 * m) & 3)[:, None]
+                scale = byte_columns(tl.load(words_ptr + V.scale + quad, mask=quad < 4 * live, other=0))
+                others_scale = byte_columns(tl.load(words_ptr + V.scale + 4 + quad, mask=quad < 4 * live, other=0))
             else:
                 place = halves_ptr + V.scale + i * V.block // V.group * 32 + token
-                scale = tl.load(place, mask=there, other=0.0)
-                others_scale = tl.load(place + 16, mask=there, other=0.0)
-            scaled = product(first, columns_of_lanes(scale))
-            others_scaled = product(last, columns_of_lanes(others_scale))
+                scale = columns_of_lanes(tl.load(place, mask=there, other=0.0))
+                others_scale = columns_of_lanes(tl.load(place + 16, mask=there, other=0.0))
+            scaled, others_scaled = product(first, scale), product(last, others_scale)
         words, others = block_words(words_ptr, i * V.block % width, V.block, V.places, width, V.codes)
         sums = tl.dot(plane(words, i * V.block // width, V.bits), scaled, acc[i])
         sums = tl.dot(plane(others, i * V.block // width, V.bits), others_scaled, sums)

@@ -127,16 +127,30 @@ def test_transformed_keys_of_other_options(d: int, name: str, options: dict[str,
     check(fmt, random_pages(fmt, 3, 2), queries(2, 1, 8, d), table, low, high, splits=1)
 
 
-def test_means_turn_wherever_a_page_is() -> None:
-    """Also wherever a damaged page says that it is."""
+def pages_far_apart() -> tuple[PageFormat, torch.Tensor]:
+    """Keys with large means, and pages that say that they are at these positions, as damaged ones may, too."""
     fmt, pages = pool("klt3", 64, 64)
     assert fmt.geometry.constants is not None
     fmt = fmt.with_constants(fmt.geometry.constants.each(lambda x: x.index_fill(1, torch.tensor([2]), 0.1)))
     positions = torch.tensor([64, 70_016, -32, 2_000_000_000], dtype=torch.int32)
     pages = pages.clone()
     pages[1:, :, POSITION_AT : POSITION_AT + 4] = positions.view(torch.uint8).view(4, 1, 4)
+    return fmt, pages
+
+
+def test_means_turn_wherever_a_page_is() -> None:
+    fmt, pages = pages_far_apart()
     table, low, high = torch.tensor([[3, 1], [2, 4]]), torch.tensor([5, 0]), torch.tensor([128, 128])
     check(fmt, pages, queries(2, 1, 8, 64), table, low, high, splits=1)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_means_of_more_slabs_than_one_product_has(splits: int) -> None:
+    """Forty slabs; a request that begins within one, and one that ends before the table does."""
+    fmt, pages = pages_far_apart()
+    table = torch.tensor([[1, 2, 3, 4, 1, 3, 2, 4, 3, 1, 4, 2, 2, 1, 3, 4, 4, 1, 2, 3]]).repeat(2, 1)
+    table[1] = table[1].roll(1)
+    check(fmt, pages, queries(2, 1, 8, 64), table, torch.tensor([70, 0]), torch.tensor([1280, 1100]), splits=splits)
 
 
 def test_heads_have_constants_of_their_own() -> None:

@@ -14,9 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvq.triton_kernels.fragments import byte_scales, chunk_words, fragment_rows, lane_rows, plane
+from vllm_kvq.triton_kernels.fragments import byte_rows, chunk_words, fragment_rows, lane_rows, plane
 from vllm_kvq.triton_kernels.lang import SUBNORMAL, column_sum
 from vllm_kvq.triton_kernels.turning import turned
+
+AHEAD: tl.constexpr = tl.constexpr(16)
+"""Slabs whose means `attend` takes into account at once: the rows of a matrix product."""
 
 
 @triton.jit
@@ -33,22 +36,48 @@ def transformed_middle(q, K: tl.constexpr):
 
 
 @triton.jit
-def mean_numbers(q_row, real, unit, R: tl.constexpr, K: tl.constexpr):
-    """(pairs, M) each, in the scores' unit: what a slab's cosines and sines are multiplied by."""
+def _precise_dot(x, y, total):
+    """total + x @ y of finite float32. The matrix units keep 11 bits of an operand, so each comes in two parts."""
+    a = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    b = (y.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    total = tl.dot(x - a, b, tl.dot(a, y - b, total, input_precision="tf32"), input_precision="tf32")
+    return tl.dot(a, b, total, input_precision="tf32")
+
+
+@triton.jit
+def scores_of_means(
+    q_row,
+    real,
+    unit,
+    turn_ptr,
+    slabs,
+    pairs,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    M: tl.constexpr,
+):
+    """(AHEAD, M): what the means of slabs with these numbers add to their tokens' scores, in the scores' unit. It is a
+    product of the slabs' cosines and sines with the query's numbers for e.
+
+    `pairs` is R.columns // 2. A compiler that knew it would unroll the loop, which needs too many registers.
+    """
     half: tl.constexpr = R.d // 2
-    pair = tl.arange(0, R.columns // 2)
-    place = q_row[None, :] + (K.slots + pair)[:, None]
-    inside = real[None, :] & (pair < half)[:, None]
-    cos, sin = tl.load(place, mask=inside, other=0.0), tl.load(place + half, mask=inside, other=0.0)
-    return cos / unit[None, :], sin / unit[None, :]
+    total = tl.full((AHEAD, M), 0.0, tl.float32)
+    for first in range(0, pairs, 8):
+        pair = first + tl.arange(0, 8)
+        cos, sin = turned(turn_ptr, slabs[:, None], pair[None, :], R.d)
+        place = q_row[None, :] + (K.slots + pair)[:, None]
+        inside = real[None, :] & (pair < half)[:, None]
+        x, y = tl.load(place, mask=inside, other=0.0), tl.load(place + half, mask=inside, other=0.0)
+        total = _precise_dot(sin, y, _precise_dot(cos, x, total))
+    return total / unit[None, :]
 
 
 @triton.jit
 def transformed_scores(
     q,
     middle,
-    mean,
-    turn_ptr,
+    means,
     first,
     words_ptr,
     R: tl.constexpr,
@@ -56,11 +85,12 @@ def transformed_scores(
     SLABS: tl.constexpr,
     M: tl.constexpr,
 ):
-    """As in channel.py. q: right operands; middle (M,): the sum above, in the scores' unit; mean: `mean_numbers`;
-    first: the number of the first slab."""
+    """As in channel.py. q: right operands; middle (M,): the sum above, in the scores' unit; means: `scores_of_means`,
+    of which the first slab's is row `first`."""
     planes: tl.constexpr = 8 // K.bits
     width: tl.constexpr = K.slots * K.bits // 8
     chunks: tl.constexpr = width // K.chunk
+    slab = tl.arange(0, AHEAD)[:, None]
     scores = ()
     for j in tl.static_range(SLABS):
         sums = tl.broadcast_to(middle[None, :], (32, M))
@@ -68,8 +98,7 @@ def transformed_scores(
             words = chunk_words(words_ptr + j * R.slab_words + K.codes, c, width, K.chunk)
             for p in tl.static_range(planes):
                 sums = tl.dot(plane(words, p, K.bits), q[p * chunks + c], sums)
-        scale = byte_scales(words_ptr + j * R.slab_words + K.scale, lane_rows(), tl.arange(0, 4)[None, :], True)
-        cos, sin = turned(turn_ptr, first + j, tl.arange(0, R.columns // 2), R.d)
-        of_slab = column_sum(mean[0] * cos[:, None] + mean[1] * sin[:, None])
-        scores = scores + (sums * fragment_rows(scale.to(tl.float32), M) + of_slab[None, :],)
+        scale = byte_rows(tl.load(words_ptr + j * R.slab_words + K.scale + lane_rows())).to(tl.float32)
+        of_slab = column_sum(tl.where(slab == first + j, means, 0.0))
+        scores = scores + (sums * fragment_rows(scale, M) + of_slab[None, :],)
     return scores

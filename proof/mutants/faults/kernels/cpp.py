@@ -159,6 +159,14 @@ FAULTS: tuple[Fault, ...] = (
         slow=True,
     ),
     Fault(
+        "C++ looks for headers in slot 0 wherever they are",
+        "csrc/cpu/step/decode.cpp",
+        " + c_.header_at",
+        "",
+        GUARDS,
+        slow=True,
+    ),
+    Fault(
         "C++ accepts a missing token",
         "csrc/cpu/step/decode.cpp",
         "rewound < 0",

@@ -126,6 +126,13 @@ FAULTS: tuple[Fault, ...] = (
         LARGE_TRITON,
     ),
     Fault(
+        "Triton writes headers into slot 0 wherever they belong",
+        "triton_kernels/step.py::commit_kernel",
+        "side_words + C.header",
+        "side_words",
+        GUARDS_TRITON,
+    ),
+    Fault(
         "the host packs as many units as the lengths that it reads call for",
         "vllm_kvq/kernels/gpu/step.py::GPUStep._pack",
         "units = (max(batch.lengths) + self.fmt.unit - 1) // self.fmt.unit",

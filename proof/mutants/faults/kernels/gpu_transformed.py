@@ -11,6 +11,8 @@ PACKING = "triton_kernels/packing/searched.py"
 TABLES = "vllm_kvq/kernels/gpu/triton/transformed.py"
 ATTEND = f"{TRITON}/test_attend.py -k klt3-64"
 FAR = f"{TRITON}/test_attend.py -k wherever"
+MANY = f"{TRITON}/test_attend.py -k more_slabs"
+ATTENTION = "triton_kernels/attend.py::attend_kernel"
 HEADS = f"{TRITON}/test_attend.py -k constants_of"
 PACK = f"{TRITON}/test_pack_tile.py -k klt3-64"
 SLOTS = f"{TRITON}/test_pack_tile.py -k klt4-80"
@@ -24,6 +26,18 @@ def _fault(name: str, file: str, code: str, fault: str, tests: str) -> Fault:
 FAULTS: tuple[Fault, ...] = (
     _fault("scores without the mean", f"{KEYS}::transformed_scores", "+ of_slab[None, :]", "", ATTEND),
     _fault("a page's slabs have the mean of its first", f"{KEYS}::transformed_scores", "first + j", "first", FAR),
+    _fault("the first slabs' means serve for all", ATTENTION, "if place == 0", "if i == begin", MANY),
+    _fault(
+        "means of the slabs at the beginning",
+        ATTENTION,
+        "ahead = i + tl.arange(0, AHEAD) // TURN",
+        "ahead = begin + tl.arange(0, AHEAD) // TURN",
+        MANY,
+    ),
+    _fault("means of the first page's slabs", ATTENTION, "+ ahead // turns,", "+ i // turns + ahead * 0,", MANY),
+    _fault("half of what a mean adds", f"{KEYS}::scores_of_means", "_precise_dot(sin, y,", "(", FAR),
+    _fault("means of the first eight pairs", f"{KEYS}::scores_of_means", "range(0, pairs, 8)", "range(0, 8, 8)", FAR),
+    _fault("products of 11 bits", f"{KEYS}::_precise_dot", "tl.dot(a, b, total", "tl.dot(a, b, total * 0.0", MANY),
     _fault("means do not turn", f"{TURNING}::turned", "n % FINE", "0", FAR),
     _fault("means turn within the first slabs only", f"{TURNING}::turned", "n // FINE % COARSE", "0", FAR),
     _fault("means turn the other way", f"{TURNING}::turned", "c * x - s * y, s * x", "c * x + s * y, s * x", FAR),
@@ -73,8 +87,8 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "the last tokens' values have the scales of the first",
         "triton_kernels/values.py::token_values",
-        "V.scale + 4, quad",
-        "V.scale, quad",
+        "V.scale + 4 + quad",
+        "V.scale + quad",
         ATTEND,
     ),
     _fault("scales fit whatever the weights", f"{PACKING}::_searched", "level * weight[None, :]", "level", PACK),

@@ -9,6 +9,7 @@ TRITON = "tests/triton"
 GUARDS = f"{KERNELS}/step/test_guards.py"
 LATE = f"{KERNELS}/step/test_late_maximum.py"
 REFERENCE = f"{KERNELS}/step/test_reference.py -k pytorch"
+SLOTS = f"{KERNELS}/step/test_slots.py"
 INNERQ = f"{KERNELS}/step/test_reference.py -k 'pytorch and innerq2'"
 LATE_TRITON = f"{TRITON}/test_late_maximum_triton.py"
 
@@ -127,6 +128,20 @@ PLANNER = (
         "self.state_at + self.state_slots",
         "self.state_at",
         REFERENCE,
+    ),
+    Fault(
+        "slots: the header begins in its block and ends behind it",
+        "vllm_kvq/kernels/slots.py::SlotGeometry.header_at",
+        "behind + HEADER_BYTES <= self.page_bytes",
+        "behind < self.page_bytes",
+        SLOTS,
+    ),
+    Fault(
+        "slots: a header takes a slot though there is room behind",
+        "vllm_kvq/kernels/slots.py::SlotGeometry.state_at",
+        "0 if self.header_at else 1",
+        "1",
+        SLOTS,
     ),
     Fault(
         "slots: no block for the last few slots",
