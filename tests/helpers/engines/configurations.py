@@ -64,8 +64,8 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "by layer": (
         {"kv_cache_dtype": "qjl3", **kvq(m={"0": 512, "*": 128})},
         "128 True [] True None",
-        "kvq: format=qjl3 bits=4.938 N=128 W=128 S=4 sidecar_bytes=161792 (per request and layer) not_packed=none "
-        "path=C++ capacity_tokens=25600 bf16_tokens=39500 ratio=0.65 (requests of 256 tokens)",
+        "kvq: format=qjl3 bits=4.938 N=128 W=128 S=4 sidecar_bytes=141568 (per request and layer) not_packed=none "
+        "path=C++ capacity_tokens=28444 bf16_tokens=39500 ratio=0.72 (requests of 256 tokens)",
     ),
     "windows": (
         {"kv_cache_dtype": "squat2", "max_model_len": 512, "model": "Gemma-3"},

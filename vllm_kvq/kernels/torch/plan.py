@@ -288,7 +288,8 @@ class Planner:
         return block.astype(np.int64) * self.slots.slots_per_block + inner
 
     def _state(self, requests: Requests, owner: np.ndarray) -> Index:
-        slot = np.broadcast_to(self.slots.state_at + np.arange(self.slots.state_slots), (len(owner), self.slots.state_slots))
+        slots = self.slots
+        slot = np.broadcast_to(np.arange(slots.state_at, slots.ring_at), (len(owner), slots.state_slots))
         return self._index(requests.sidecar, owner[:, None], slot)
 
     def _index(self, table: np.ndarray, owner: np.ndarray, slot: np.ndarray) -> Index:
