@@ -90,7 +90,7 @@ def test_tokens_are_the_references(asynchronous: bool, model: Path) -> None:
     """The C++ kernels; three growing requests preempt each other."""
     growing = tuple(replace(request, max_tokens=N) for request in traces.crowd(N).requests[:3])
     todo = [*TRACES, Trace(growing)]
-    arguments = {**ENGINE, "kv_cache_dtype": "squat2", **ngram("ngram_gpu"), "num_gpu_blocks_override": 57}
+    arguments = {**ENGINE, "kv_cache_dtype": "squat2", **ngram("ngram_gpu"), "num_gpu_blocks_override": 53}
     with EngineProcess(str(model), {**arguments, "async_scheduling": asynchronous}, {}) as process:
         got = [process.run(trace) for trace in todo]
     total = judge(ReplayModel(str(model), "squat2", N, DRAFTS, kernel_error=1e-3), todo, got)

@@ -183,7 +183,7 @@ def crowded() -> list[Trace]:
     ]
 
 
-POOLS = {"Gemma-3": 120, "Gemma-3n": 64, "a skipped layer": 34, "Granite 4": 64}
+POOLS = {"Gemma-3": 117, "Gemma-3n": 64, "a skipped layer": 34, "Granite 4": 60}
 
 
 @pytest.mark.parametrize("kind", POOLS)
