@@ -130,7 +130,7 @@ FAULTS: tuple[Fault, ...] = (
         "triton_kernels/step.py::commit_kernel",
         "side_words + C.header",
         "side_words",
-        GUARDS_TRITON,
+        f"{TRITON}/test_step.py -k 'random_traffic and (qjl3 or polar4)'",
     ),
     Fault(
         "the host packs as many units as the lengths that it reads call for",
