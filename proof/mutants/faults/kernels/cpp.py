@@ -163,7 +163,7 @@ FAULTS: tuple[Fault, ...] = (
         "csrc/cpu/step/decode.cpp",
         " + c_.header_at",
         "",
-        GUARDS,
+        f"{KERNELS}/fuzz/test_cpu_fuzz_decode.py",
         slow=True,
     ),
     Fault(
