@@ -83,7 +83,7 @@ def _zero_rows(words_ptr, halves_ptr, live, R: tl.constexpr, V: tl.constexpr, FI
     if V.searched:
         quad = lane_quads()
         word = tl.load(words_ptr + V.zero + FIRST // 4 + quad, mask=quad < 4 * live, other=0)
-        return byte_left_rows(word, tl.full((32, 1), ONES, tl.int32))  # one group: all eight rows are equal
+        return byte_left_rows(word, tl.full((32, 1), ONES, tl.int32))
     else:
         zero = tl.load(place, mask=g < groups * live, other=0.0)
         if sums_weights(R.d, V.group):
