@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from proof.tables.transformed.fitted import fitted
+from proof.tables.transformed.fitted import SINKS, fitted
 from vllm_kvq import console
 from vllm_kvq.eval.constants import calibration_texts
 from vllm_kvq.eval.heads.capture import Layer
@@ -31,8 +31,7 @@ from vllm_kvq.formats.parts.scales import scale_of
 from vllm_kvq.formats.parts.search import levels, searched, widths
 
 PROG = "python -m proof spectrum"
-BITS, CONTEXT, SINKS = 3, 1024, 4
-"""Sinks are never packed."""
+BITS, CONTEXT = 3, 1024
 CHANNELS, HEADS = "spectrum-channels.csv", "spectrum-heads.csv"
 
 

@@ -7,28 +7,31 @@ Texts are read as in `vllm-kvq eval --regimes reading`: the last tokens read the
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from proof.tables.transformed.fitted import fitted
+from proof.tables.transformed import values
+from proof.tables.transformed.fitted import fitted, own_means
 from proof.tables.transformed.scales import FLOAT16
+from proof.tables.transformed.values import CentredValues, TransformedValues
 from vllm_kvq import console
 from vllm_kvq.eval.choice import Choice
 from vllm_kvq.eval.constants import calibration_texts
-from vllm_kvq.eval.heads.capture import Captured, OfServer
+from vllm_kvq.eval.heads.capture import Captured
 from vllm_kvq.eval.model import Model
 from vllm_kvq.eval.reading.caches import cache_of
 from vllm_kvq.eval.reading.reader import Past, Reader
 from vllm_kvq.eval.run.reading import compared
 from vllm_kvq.eval.tasks.samples import texts
 from vllm_kvq.eval.tasks.texts import can_chat
+from vllm_kvq.formats import table
+from vllm_kvq.formats.codec import ValueCodec
 from vllm_kvq.formats.constants import Constants
 from vllm_kvq.formats.methods import klt
 from vllm_kvq.formats.methods.klt import allocated
@@ -80,13 +83,31 @@ class Row:
     calibrate: Calibrate = all_of_them
     name: str = "klt3"
     keys_only: bool = True
+    own_means: bool = False
+    """Whether the mean of keys is that of the text that is measured."""
+    values: type[ValueCodec] | None = None
+    """With constants of their own; None: the format's."""
 
     @property
     def choice(self) -> Choice:
         return Choice(self.name, {**self.options, **({"values": "raw"} if self.keys_only else {})})
 
     def planted(self) -> AbstractContextManager[Any]:
-        return patch.multiple(klt, **self.changed) if self.changed else nullcontext()
+        stack = ExitStack()
+        if self.changed:
+            stack.enter_context(patch.multiple(klt, **self.changed))
+        if self.values is not None:
+            changed = replace(table.get_format(self.name), values=self.values)
+            stack.enter_context(patch.dict(table._built_in(), {self.name: changed}))
+        return stack
+
+    def constants(self, texts: Sequence[Captured]) -> Mapping[int, Constants]:
+        """By layer, fitted while what the row changes is in place."""
+        texts = self.calibrate(texts)
+        with self.planted():
+            of_keys = fitted(texts)
+        of_values = {same[0].index: values.fitted(same) for same in zip(*(x.layers for x in texts), strict=True)}
+        return {layer: Constants(of_keys[layer], self.values and of_values[layer]) for layer in of_keys}
 
 
 HALF = {"key_rate": 2.5}
@@ -101,10 +122,16 @@ ROWS = (
     Row("2.5 bits, fitted to documentation only", HALF, calibrate=documentation),
     Row("2.5 bits, fitted to three texts", HALF, calibrate=first(3)),
     Row("2.5 bits, fitted to one text", HALF, calibrate=first(1)),
+    *(Row(f"{rate:g} bits, means of the text itself", {"key_rate": rate}, own_means=True) for rate in (2.5, 3)),
     *(Row(f"klt{bits}", name=f"klt{bits}", keys_only=False) for bits in (2, 3, 4)),
     *(Row(f"klt3, values of {bits} bits", {"searched_bits": bits}, keys_only=False) for bits in (2, 4)),
     *(
         Row(f"klt{bits}, scales of two bytes", changed=FLOAT16, name=f"klt{bits}", keys_only=False)
+        for bits in (2, 3, 4)
+    ),
+    *(
+        Row(f"klt{bits}, values {what}", name=f"klt{bits}", keys_only=False, values=values)
+        for what, values in (("less their mean", CentredValues), ("by a transform of their own", TransformedValues))
         for bits in (2, 3, 4)
     ),
 )
@@ -125,21 +152,13 @@ def prepared(reader: Reader, tokenizer: Any, number: int) -> Read:
     return Read(past, tokens[begin:], exact.log_softmax(-1))
 
 
-def fitted_to(texts: Sequence[Captured]) -> OfServer:
-    """In a server's place: the constants of a row, fitted while what it changes is in place."""
-
-    @functools.cache
-    def constants() -> Mapping[int, Constants]:
-        return {index: Constants(keys, None) for index, keys in fitted(texts).items()}
-
-    return lambda name, options: constants()
-
-
-def loss(reader: Reader, read: Read, row: Row, constants: OfServer) -> float:
-    past = replace(read.past, captured=replace(read.past.captured, of_server=constants))
+def loss(reader: Reader, read: Read, row: Row, constants: Mapping[int, Constants]) -> float:
+    captured = read.past.captured
+    found = own_means(constants, captured) if row.own_means else constants
+    past = replace(read.past, captured=replace(captured, of_server=lambda name, options: found))
     with row.planted():
-        found = reader.logits(past, read.tokens[:-1], cache_of(row.choice, past)).log_softmax(-1)
-    return float(compared(read.exact, found, read.tokens[1:])["kl"].mean())
+        logits = reader.logits(past, read.tokens[:-1], cache_of(row.choice, past))
+    return float(compared(read.exact, logits.log_softmax(-1), read.tokens[1:])["kl"].mean())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -162,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     reads = [prepared(reader, model.tokenizer, number) for number in range(options.sequences)]
     print("| what | KL | geometric mean |\n| --- | --- | --- |")
     for row in ROWS:
-        constants = fitted_to(row.calibrate(captured))
+        constants = row.constants(captured)
         found = [loss(reader, read, row, constants) for read in reads]
         middle = math.exp(sum(map(math.log, found)) / len(found))
         print(f"| {row.about} | {console.short(sum(found) / len(found))} | {console.short(middle)} |", flush=True)

@@ -11,8 +11,8 @@ import torch
 
 from proof.pictures.explained import transform
 from proof.tables.transformed import spectrum
-from proof.tables.transformed.fitted import fitted
-from proof.tables.transformed.spectrum import BITS, SINKS, Head, measured, middle, squares, write
+from proof.tables.transformed.fitted import SINKS, fitted
+from proof.tables.transformed.spectrum import BITS, Head, measured, middle, squares, write
 from vllm_kvq.eval.heads.capture import Captured, Layer
 from vllm_kvq.formats.constants import grouped
 from vllm_kvq.formats.parts.rope import Rope

@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from proof.tables.transformed import values
+from proof.tables.transformed.fitted import SINKS, fitted, own_means
 from proof.tables.transformed.scales import FLOAT16
 from proof.tables.transformed.transforms import ROWS, Row, alike, documentation, first, in_sixteens
+from proof.tables.transformed.values import CentredValues, TransformedValues
 from vllm_kvq.eval.heads.capture import Captured, Layer
 from vllm_kvq.formats import Geometry, get_format
+from vllm_kvq.formats.codec import ValueCodec
+from vllm_kvq.formats.constants import Constants
 from vllm_kvq.formats.methods import klt
 from vllm_kvq.formats.parts.scales import scale_of
 from vllm_kvq.formats.parts.search import levels, searched, widths
+from vllm_kvq.formats.parts.turning import Turning
 
 VARIANCE = torch.logspace(0, -4, 64)[torch.randperm(64, generator=torch.Generator().manual_seed(0))].tolist()
 
@@ -83,3 +89,64 @@ def test_scales_of_two_bytes_are_stored() -> None:
     assert stored == {"k_scale": torch.float16, "v_scale": torch.float16}
     assert fields["v_scale"].dtype == torch.float32
     assert (read - x).norm() < 0.4 * x.norm()
+
+
+def text_of(value: torch.Tensor) -> Layer:
+    return Layer(0, value, value, value, 1.0)
+
+
+def error(codec: type[ValueCodec], calibration: torch.Tensor, x: torch.Tensor) -> float:
+    """Relative, of values (tokens, heads, d) with two bits, in two blocks of tokens."""
+    constants = Constants(None, values.fitted([text_of(part) for part in calibration.chunk(2)]))
+    page = codec(Geometry(64, 64, constants=constants), {"searched_bits": 2})
+    blocks = x.unflatten(0, (2, -1)).transpose(1, 2).flatten(0, 1)
+    return float((page.unpack(page.pack(blocks, None)) - blocks).norm() / blocks.norm())
+
+
+def test_values_less_their_mean() -> None:
+    """Heads have means of their own, which take an error away that rotating leaves."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1024, 3, 64, generator=generator)
+    mean = torch.randn(1, 3, 64, generator=generator).exp()
+    plain, less = (error(codec, (x + mean)[:896], (x + mean)[896:]) for codec in (klt.SearchedValues, CentredValues))
+    assert less < 0.6 * plain
+    plain, less = (error(codec, x[:896], x[896:]) for codec in (klt.SearchedValues, CentredValues))
+    assert less == pytest.approx(plain, rel=0.02)
+
+
+def test_values_by_a_transform() -> None:
+    """It gains where few directions, each head's own, have most of the variance; elsewhere nothing is lost."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2048, 3, 64, generator=generator)
+    turned = torch.linalg.qr(torch.randn(3, 64, 64, generator=generator))[0]
+    uneven = torch.einsum("thd,hde->the", x * torch.logspace(0, -2, 64), turned)
+    plain, own = (error(codec, uneven[:1920], uneven[1920:]) for codec in (klt.SearchedValues, TransformedValues))
+    assert own < 0.5 * plain
+    plain, own = (error(codec, x[:1920], x[1920:]) for codec in (klt.SearchedValues, TransformedValues))
+    assert own == pytest.approx(plain, rel=0.03)
+
+
+def test_a_row_has_values_of_its_own_while_it_is_measured() -> None:
+    rows = [row for row in ROWS if row.values is not None]
+    assert {row.name for row in rows} == {"klt2", "klt3", "klt4"}
+    for row in rows:
+        with row.planted():
+            assert get_format(row.name).values is row.values
+            assert get_format(row.name).settings(row.choice.options).get("searched_bits") == int(row.name[-1])
+        assert get_format(row.name).values is klt.SearchedValues
+
+
+def test_means_of_the_text_itself() -> None:
+    """Another text's constants, but for the mean of keys; sinks, which are not packed, have no part in it."""
+    generator = torch.Generator().manual_seed(2)
+    texts = [torch.randn(128, 2, 64, generator=generator) + offset for offset in (0.0, 3.0)]
+    texts[1][:SINKS] = 1e3
+    other, this = (Captured((text_of(x),), (), None, None, None) for x in texts)
+    before = {0: Constants(fitted([other])[0], None)}
+    after = own_means(before, this)[0].keys
+    keys = before[0].keys
+    assert keys is not None
+    assert after is not None
+    assert (after[:, 0] - texts[1][SINKS:].mean(0)).abs().max() < 1e-4
+    assert after[:, 1:].equal(keys[:, 1:])
+    assert not Turning.of_rows(*keys[0, 2:4]).theta.any()
