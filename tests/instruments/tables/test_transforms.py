@@ -121,7 +121,7 @@ def test_values_by_a_transform() -> None:
     turned = torch.linalg.qr(torch.randn(3, 64, 64, generator=generator))[0]
     uneven = torch.einsum("thd,hde->the", x * torch.logspace(0, -2, 64), turned)
     plain, own = (error(codec, uneven[:1920], uneven[1920:]) for codec in (klt.SearchedValues, TransformedValues))
-    assert own < 0.5 * plain
+    assert own < 0.36 * plain
     plain, own = (error(codec, x[:1920], x[1920:]) for codec in (klt.SearchedValues, TransformedValues))
     assert own == pytest.approx(plain, rel=0.03)
 
