@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
@@ -92,22 +92,24 @@ class Row:
     def choice(self) -> Choice:
         return Choice(self.name, {**self.options, **({"values": "raw"} if self.keys_only else {})})
 
-    def planted(self) -> AbstractContextManager[Any]:
-        stack = ExitStack()
-        if self.changed:
-            stack.enter_context(patch.multiple(klt, **self.changed))
-        if self.values is not None:
-            changed = replace(table.get_format(self.name), values=self.values)
-            stack.enter_context(patch.dict(table._built_in(), {self.name: changed}))
-        return stack
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.changed:
+                stack.enter_context(patch.multiple(klt, **self.changed))
+            if self.values is not None:
+                changed = replace(table.get_format(self.name), values=self.values)
+                stack.enter_context(patch.dict(table._built_in(), {self.name: changed}))
+            yield
 
     def constants(self, texts: Sequence[Captured]) -> Mapping[int, Constants]:
         """By layer, fitted while what the row changes is in place."""
         texts = self.calibrate(texts)
         with self.planted():
             of_keys = fitted(texts)
-        of_values = {same[0].index: values.fitted(same) for same in zip(*(x.layers for x in texts), strict=True)}
-        return {layer: Constants(of_keys[layer], self.values and of_values[layer]) for layer in of_keys}
+        layers = zip(*(text.layers for text in texts), strict=True)
+        of_values = {} if self.values is None else {same[0].index: values.fitted(same) for same in layers}
+        return {layer: Constants(keys, of_values.get(layer)) for layer, keys in of_keys.items()}
 
 
 HALF = {"key_rate": 2.5}
@@ -130,8 +132,8 @@ ROWS = (
         for bits in (2, 3, 4)
     ),
     *(
-        Row(f"klt{bits}, values {what}", name=f"klt{bits}", keys_only=False, values=values)
-        for what, values in (("less their mean", CentredValues), ("by a transform of their own", TransformedValues))
+        Row(f"klt{bits}, values {what}", name=f"klt{bits}", keys_only=False, values=codec)
+        for what, codec in (("less their mean", CentredValues), ("by a transform of their own", TransformedValues))
         for bits in (2, 3, 4)
     ),
 )
